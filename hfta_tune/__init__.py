@@ -1,0 +1,9 @@
+"""hfta_tune: train many hyperparameter trials at once on one accelerator, with Ray Tune or Optuna."""
+
+from __future__ import annotations
+
+from hfta_tune.fusion import FusionError, FusionWarning
+from hfta_tune.trainable import FusedTrainable
+from hfta_tune.worker import Worker
+
+__all__ = ["FusedTrainable", "FusionError", "FusionWarning", "Worker"]

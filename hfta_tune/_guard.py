@@ -1,0 +1,95 @@
+"""A stand-in for `self` that speaks for several trials at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from hfta_tune.fusion import FusionError, comparable, first_incomparable, model_signature
+
+__all__ = ["same_value", "shared_self", "watched_self"]
+
+_MISSING = object()
+
+
+def shared_self(trainables: Sequence[Any], names: Sequence[str], hook: str, config: Any) -> Any:
+    """Return a `self` for one call of `hook` that stands for all of `trainables`.
+
+    Reading an attribute that is equal in all of them gives it; assigning sets it in all of them;
+    `self.config` is `config`.
+
+    Raises:
+        FusionError: on reading an attribute that differs, with its name and the trials'.
+    """
+
+    def read(name: str, values: list[Any]) -> Any:
+        if name == "config":
+            return config
+        for trial, value in zip(names[1:], values[1:], strict=True):
+            if not same_value(values[0], value):
+                raise FusionError(
+                    f"{hook} reads self.{name}, which differs between trial {names[0]} and trial {trial}; "
+                    "one call of it serves all lanes of an array. Read the value from config in "
+                    f"{hook} instead, or make it part of the model in build_model."
+                )
+        return values[0]
+
+    def write(name: str, value: Any) -> None:
+        for trainable in trainables:
+            setattr(trainable, name, value)
+
+    return _stand_in(trainables, read, write)
+
+
+def watched_self(trainable: Any, config: Any, read: dict[str, Any], written: dict[str, Any]) -> Any:
+    """Return a `self` that notes the attributes of this trial that are read, and those that are set."""
+
+    def note_read(name: str, values: list[Any]) -> Any:
+        if name == "config":
+            return config
+        if name not in written:
+            read.setdefault(name, values[0])
+        return values[0]
+
+    def note_write(name: str, value: Any) -> None:
+        written[name] = value
+        setattr(trainable, name, value)
+
+    return _stand_in([trainable], note_read, note_write)
+
+
+def _stand_in(
+    trainables: Sequence[Any], read: Callable[[str, list[Any]], Any], write: Callable[[str, Any], None]
+) -> Any:
+    """An instance of a subclass of the trainables' class, so that super() and isinstance work on it."""
+    kind = type(trainables[0])
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            return object.__getattribute__(self, name)
+        values = [vars(trainable).get(name, _MISSING) for trainable in trainables]
+        if all(value is _MISSING for value in values):
+            return kind.__getattribute__(self, name)
+        return read(name, values)
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        write(name, value)
+
+    methods = {"__getattribute__": __getattribute__, "__setattr__": __setattr__, "__module__": kind.__module__}
+    return object.__new__(type(kind.__name__, (kind,), methods))
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values may stand for each other; in doubt they may not."""
+    if one is other:
+        return True
+    if one is _MISSING or other is _MISSING:
+        return False
+    if isinstance(one, nn.Module) and isinstance(other, nn.Module):
+        keys = [(model_signature(module).key, comparable(module.state_dict())) for module in (one, other)]
+    else:
+        keys = [comparable(one), comparable(other)]  # type: ignore[misc]
+    return keys[0] == keys[1] and first_incomparable(keys[0]) is None
+

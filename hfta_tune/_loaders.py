@@ -1,0 +1,124 @@
+"""Data loaders of a worker: built once for each combination of the values that they were built from."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hfta_tune._guard import same_value, watched_self
+from hfta_tune._recording import ConfigPath, RecordingConfig, lookup
+from hfta_tune.fusion import FusionError, FusionWarning, comparable
+
+__all__ = ["Data", "DataCache"]
+
+_UNUSED_KEPT = 2
+
+
+@dataclass(eq=False, slots=True)
+class Data:
+    """The loaders that lanes share, and what they were built from.
+
+    Attributes:
+        train: The training data loader.
+        validation: The validation data loader, or None.
+        config_read: The config values that the hooks read.
+        self_read: The attributes of self that the hooks read.
+        self_written: The attributes of self that the hooks set; a trial that shares the loaders gets them.
+    """
+
+    kind: type
+    config_read: dict[ConfigPath, Any] = field(default_factory=dict)
+    self_read: dict[str, Any] = field(default_factory=dict)
+    self_written: dict[str, Any] = field(default_factory=dict)
+    train: Iterable[Any] = ()
+    validation: Iterable[Any] | None = None
+
+    def serves(self, trainable: Any, config: Mapping[Any, Any]) -> bool:
+        """Whether the hooks of this trial would read the same and so build the same loaders."""
+        attributes = vars(trainable)
+        return (
+            type(trainable) is self.kind
+            and all(comparable(lookup(config, p)) == comparable(v) for p, v in self.config_read.items())
+            and all(n in attributes and same_value(attributes[n], v) for n, v in self.self_read.items())
+        )
+
+
+class DataCache:
+    """Hands out one `Data` to all trials whose loader hooks read equal values."""
+
+    def __init__(self) -> None:
+        self._known: list[Data] = []
+        self._said: set[tuple[type, str]] = set()
+
+    def get(self, name: str, trainable: Any, config: Mapping[Any, Any], in_use: list[Data]) -> Data:
+        """Return the loaders of a trial, built now if no earlier ones serve.
+
+        Raises:
+            FusionError: if a loader is empty or can be read only once.
+        """
+        for data in self._known:
+            if data.serves(trainable, config):
+                self._known.remove(data)
+                self._known.append(data)
+                vars(trainable).update(data.self_written)
+                return data
+        data = self._build(name, trainable, config)
+        self._known.append(data)
+        unused = [known for known in self._known if known is not data and known not in in_use]
+        for known in unused[: max(0, len(unused) - _UNUSED_KEPT)]:
+            self._known.remove(known)
+        return data
+
+    def _build(self, name: str, trainable: Any, config: Mapping[Any, Any]) -> Data:
+        data = Data(type(trainable))
+        for hook in ("train_dataloader", "val_dataloader"):
+
+            def on_read(path: ConfigPath, value: Any) -> Any:
+                data.config_read[path] = value
+                return value
+
+            def on_read_all(hook: str = hook) -> None:
+                self._say_once(
+                    type(trainable),
+                    f"{hook} of {type(trainable).__name__} reads its whole config (it iterates over it or "
+                    "copies it), so only trials with equal configs can share an array and a data set. "
+                    "Read single keys instead.",
+                )
+
+            recording = RecordingConfig(config, on_read, on_read_all)
+            watched = watched_self(trainable, recording, data.self_read, data.self_written)
+            loader = getattr(type(trainable), hook)(watched, recording)
+            if hook == "train_dataloader":
+                data.train = _checked(loader, hook, name)
+            elif loader is not None:
+                data.validation = _checked(loader, hook, name)
+        return data
+
+    def _say_once(self, kind: type, message: str) -> None:
+        if (kind, message) not in self._said:
+            self._said.add((kind, message))
+            warnings.warn(message, FusionWarning, stacklevel=2)
+
+
+def _checked(loader: Any, hook: str, name: str) -> Iterable[Any]:
+    if isinstance(loader, Iterator):
+        raise FusionError(
+            f"trial {name}: {hook} returned a one-shot iterator ({type(loader).__name__}), which is used up "
+            "after one round. Return something that can be iterated again, such as a DataLoader or a list."
+        )
+    if not isinstance(loader, Iterable):
+        raise FusionError(
+            f"trial {name}: {hook} returned {loader!r:.80}; return an iterable of batches, such as a DataLoader."
+        )
+    try:
+        length: int | None = len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        length = None
+    if length == 0:
+        raise FusionError(
+            f"trial {name}: {hook} returned an empty data loader (its length is 0). Check the data set's size, "
+            "the batch size and drop_last."
+        )
+    return loader

@@ -1,0 +1,116 @@
+"""The user's training_step and validation_step as steps of the engine: one call for all lanes of an array."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from hfta_tune._guard import shared_self
+from hfta_tune._recording import MISSING, ConfigPath, RecordingConfig, lookup
+from hfta_tune.fusion import FusedArray, FusionWarning, Lane, LanesDiffer, comparable
+
+__all__ = ["Steps", "dotted"]
+
+
+@dataclass(eq=False)
+class Steps:
+    """The steps of one FusedTrainable class in one worker, and the config keys that they were seen to read.
+
+    A float arrives in a step as a 0-d tensor, each lane its own. Any other value is handed over as it
+    is, so it must be equal in all lanes that share a call: its key joins the signature.
+
+    Attributes:
+        kind: The FusedTrainable class.
+        owners: The trainable and the config of each lane.
+        keys: The keys that joined the signature.
+        numbers: The keys that were read as tensors since `numbers` was last cleared.
+    """
+
+    kind: type
+    owners: Mapping[Lane, tuple[Any, Mapping[Any, Any]]]
+    keys: set[ConfigPath] = field(default_factory=set)
+    numbers: set[ConfigPath] = field(default_factory=set)
+    _trying: frozenset[ConfigPath] = frozenset()
+    _said: set[str] = field(default_factory=set)
+
+    def training(self, lanes: Sequence[Lane], model: nn.Module, batch: Any, values: Mapping[Any, Tensor]) -> Any:
+        """Call training_step for `lanes`."""
+        return self._call("training_step", lanes, model, batch, values)
+
+    def validation(self, lanes: Sequence[Lane], model: nn.Module, batch: Any, values: Mapping[Any, Tensor]) -> Any:
+        """Call validation_step for `lanes`."""
+        return self._call("validation_step", lanes, model, batch, values)
+
+    def signature(self, config: Mapping[Any, Any]) -> tuple[Any, ...]:
+        """The values of the keys that joined the signature."""
+        return tuple((path, comparable(lookup(config, path))) for path in sorted(self.keys, key=repr))
+
+    def must_be_python_numbers(self, array: FusedArray, step: Callable[..., Any], batch: Any) -> bool:
+        """After a failure under vmap: find the floats whose use as tensors caused it, if any.
+
+        Those join the signature; returns whether there were any.
+        """
+        candidates = [frozenset({path}) for path in sorted(self.numbers, key=repr)]
+        if len(candidates) > 1:
+            candidates.append(frozenset(self.numbers))
+        for candidate in candidates:
+            self._trying = candidate
+            try:
+                array.probe(step, batch)
+            except Exception:
+                continue
+            finally:
+                self._trying = frozenset()
+            self.keys |= candidate
+            listed = ", ".join(f"config[{dotted(path)!r}]" for path in sorted(candidate, key=repr))
+            self._say_once(
+                f"{step.__name__}_step of {self.kind.__name__} turns {listed} into a Python number, so only "
+                "trials with equal values of it share an array. Use it in tensor arithmetic to let it differ."
+            )
+            return True
+        return False
+
+    def _call(
+        self, hook: str, lanes: Sequence[Lane], model: nn.Module, batch: Any, values: Mapping[Any, Tensor]
+    ) -> Any:
+        owners = [self.owners[lane] for lane in lanes]
+        configs = [config for _, config in owners]
+
+        def on_read(path: ConfigPath, value: Any) -> Any:
+            if path in self._trying:
+                return value
+            own = [lookup(config, path) for config in configs]
+            if path in values and path not in self.keys and any(isinstance(number, float) for number in own):
+                self.numbers.add(path)
+                return values[path]
+            self.keys.add(path)
+            first = comparable(own[0])
+            if any(comparable(other) != first for other in own[1:]):
+                raise LanesDiffer(f"{hook} reads config[{dotted(path)!r}]")
+            return value
+
+        def on_read_all() -> None:
+            self._say_once(
+                f"{hook} of {self.kind.__name__} reads its whole config (it iterates over it or copies it), so "
+                "only trials that agree in every value that is no float share an array. Read single keys instead."
+            )
+
+        config = RecordingConfig(configs[0], on_read, on_read_all)
+        trainable: Any = owners[0][0]
+        if len(lanes) > 1:
+            trainable = shared_self([t for t, _ in owners], [lane.name for lane in lanes], hook, config)
+        return getattr(self.kind, hook)(trainable, model, batch, config)
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(message, FusionWarning, stacklevel=2)
+
+
+def dotted(path: ConfigPath) -> str:
+    """A path as a message shows it: optimizer/lr."""
+    return "/".join(str(key) for key in path if key is not MISSING)

@@ -1,0 +1,150 @@
+"""Keys for values: two values may stand for each other in an array only if their keys are equal.
+
+Lanes of one array run one piece of code with one set of plain Python values. A value whose equality
+cannot be decided gets a key that equals nothing but itself, so that doubt never fuses.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Incomparable", "comparable", "first_incomparable"]
+
+_BY_VALUE = (
+    type(None),
+    bool,
+    int,
+    complex,
+    str,
+    bytes,
+    range,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+)
+_BY_IDENTITY = (type, types.BuiltinFunctionType, types.ModuleType, np.ufunc)
+
+
+class Incomparable:
+    """Equal to itself only. `what` says which value stood in the way, for messages."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __repr__(self) -> str:
+        return f"<incomparable {self.what}>"
+
+
+def comparable(value: Any, modules: Mapping[int, str] | None = None) -> Hashable:
+    """Return a hashable key for `value`; equal keys mean interchangeable values.
+
+    Args:
+        value: Any Python value.
+        modules: Names of the modules (by id) that are part of the compared tree; a reference to one of
+            them compares by name. Any other module is incomparable.
+
+    Returns:
+        A key. It is or holds an `Incomparable` where equality cannot be decided.
+    """
+    return _key(value, modules or {}, ())
+
+
+def first_incomparable(key: Hashable) -> Incomparable | None:
+    """Return the first `Incomparable` inside a key, or None."""
+    if isinstance(key, Incomparable):
+        return key
+    if isinstance(key, (tuple, frozenset)):
+        for part in key:
+            found = first_incomparable(part)
+            if found is not None:
+                return found
+    return None
+
+
+def _key(value: Any, modules: Mapping[int, str], parents: tuple[int, ...]) -> Hashable:
+    kind = type(value)
+    if kind in _BY_VALUE:
+        return (kind, value)
+    if isinstance(value, float):
+        return (kind, value.hex() if value == value else "nan")
+    if isinstance(value, _BY_IDENTITY) or isinstance(value, enum.Enum):
+        return (kind, value)
+    if isinstance(value, np.generic):
+        return (kind, value.item())
+    if id(value) in modules:
+        return (nn.Module, modules[id(value)])
+    if id(value) in parents:
+        return ("cycle", len(parents) - parents.index(id(value)))
+
+    parents = (*parents, id(value))
+
+    def inner(part: Any) -> Hashable:
+        return _key(part, modules, parents)
+
+    if isinstance(value, (list, tuple)):
+        return (kind, tuple(inner(part) for part in value))
+    if isinstance(value, (set, frozenset)):
+        return (kind, frozenset(inner(part) for part in value))
+    if isinstance(value, Mapping):
+        return (kind, tuple((inner(name), inner(part)) for name, part in value.items()))
+    if isinstance(value, Tensor):
+        return _tensor_key(value)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return (kind, value.shape, value.dtype.str, value.tobytes())
+    if isinstance(value, functools.partial):
+        return (kind, inner(value.func), inner(value.args), inner(value.keywords))
+    if isinstance(value, types.MethodType):
+        return (kind, value.__func__, inner(value.__self__))
+    if isinstance(value, types.FunctionType):
+        return _function_key(value, inner)
+    return _object_key(value, inner)
+
+
+def _tensor_key(value: Tensor) -> Hashable:
+    if value.is_sparse or value.is_meta or type(value) is not Tensor:
+        return Incomparable(f"tensor of type {type(value).__name__}")
+    array = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return (Tensor, value.shape, value.dtype, value.device, array.numpy().tobytes())
+
+
+def _function_key(value: types.FunctionType, inner: Any) -> Hashable:
+    try:
+        cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
+    except ValueError:
+        return Incomparable(f"function {value.__qualname__} with an unset closure variable")
+    return (
+        types.FunctionType,
+        value.__code__,
+        id(value.__globals__),
+        inner(cells),
+        inner(value.__defaults__),
+        inner(value.__kwdefaults__),
+    )
+
+
+def _object_key(value: Any, inner: Any) -> Hashable:
+    """A plain object is its class and its attributes, if Python itself would copy it so."""
+    kind = type(value)
+    what = f"{kind.__module__}.{kind.__qualname__} object"
+    plain = (
+        hasattr(value, "__dict__")
+        and not isinstance(value, nn.Module)
+        and kind.__reduce__ is object.__reduce__
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and not hasattr(kind, "__setstate__")
+        and not any("__slots__" in vars(base) for base in kind.__mro__[:-1])
+        and all(base.__flags__ & (1 << 9) for base in kind.__mro__[:-1])  # heap types: no hidden C state
+    )
+    if not plain:
+        return Incomparable(what)
+    return (kind, inner(vars(value)))

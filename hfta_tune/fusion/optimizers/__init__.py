@@ -1,0 +1,19 @@
+"""Optimizers of an array: one update for all lanes, with every number a lane's own."""
+
+from __future__ import annotations
+
+from hfta_tune.fusion.optimizers._adam import FusedAdam
+from hfta_tune.fusion.optimizers._base import FusedOptimizer
+from hfta_tune.fusion.optimizers._choice import form_of_optimizer, fuse_optimizers, obstacle_of_optimizer
+from hfta_tune.fusion.optimizers._sgd import FusedSGD
+from hfta_tune.fusion.optimizers._views import OptimizerViews
+
+__all__ = [
+    "FusedAdam",
+    "FusedOptimizer",
+    "FusedSGD",
+    "OptimizerViews",
+    "form_of_optimizer",
+    "fuse_optimizers",
+    "obstacle_of_optimizer",
+]

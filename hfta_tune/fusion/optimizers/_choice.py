@@ -1,0 +1,45 @@
+"""The choice among the optimizers of an array."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Sequence
+
+from torch.optim import Optimizer
+
+from hfta_tune.fusion.lane import Lane
+from hfta_tune.fusion.optimizers._adam import FusedAdam
+from hfta_tune.fusion.optimizers._base import FusedOptimizer
+from hfta_tune.fusion.optimizers._native import NativeOptimizer
+from hfta_tune.fusion.optimizers._sgd import FusedSGD
+from hfta_tune.fusion.optimizers._views import OptimizerViews
+from hfta_tune.fusion.stack import LaneStack
+
+__all__ = ["form_of_optimizer", "fuse_optimizers", "obstacle_of_optimizer"]
+
+_NATIVE: tuple[type[NativeOptimizer], ...] = (FusedSGD, FusedAdam)
+
+
+def fuse_optimizers(lanes: Sequence[Lane], stack: LaneStack) -> FusedOptimizer:
+    """Return the best optimizer for a stack: a native fused one, or the lanes' own on views."""
+    for native in _NATIVE:
+        if native.serves(lanes[0].optimizer):
+            return native(lanes, stack)
+    return OptimizerViews(lanes, stack)
+
+
+def form_of_optimizer(optimizer: Optimizer) -> Hashable:
+    """Return what of an optimizer, besides its split into groups, lanes of an array must have in common."""
+    for native in _NATIVE:
+        if native.serves(optimizer):
+            return (type(optimizer), native, native.flags_of(optimizer))
+    return (type(optimizer), OptimizerViews)
+
+
+def obstacle_of_optimizer(optimizer: Optimizer) -> str | None:
+    """Return why an optimizer's trials must train lane by lane, or None."""
+    parameters = inspect.signature(type(optimizer).step).parameters
+    closure = parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return f"{type(optimizer).__name__}.step evaluates the loss itself, through a closure"
+    return None

@@ -1,0 +1,34 @@
+"""Any optimizer, a user's own included: its stock code, lane by lane, on views of the stack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hfta_tune.fusion.lane import Lane
+from hfta_tune.fusion.stack import LaneStack
+
+__all__ = ["OptimizerViews"]
+
+
+class OptimizerViews:
+    """Runs each lane's own `optimizer.step()`; forward and backward stay fused.
+
+    The lanes' parameters are views of the stacked ones, so the stock code updates the stack in place.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], stack: LaneStack) -> None:
+        self._lanes = list(lanes)
+        self._own = {name: [lane.model.get_parameter(name) for lane in lanes] for name in stack.trainable()}
+
+    def step(self, gradients: dict[str, Tensor | None]) -> None:
+        """Update the stacked parameters in place; a parameter without gradient is left alone."""
+        for name, gradient in gradients.items():
+            for lane, parameter in enumerate(self._own[name]):
+                parameter.grad = None if gradient is None else gradient[lane]
+        for lane in self._lanes:
+            lane.optimizer.step()
+        for parameters in self._own.values():
+            for parameter in parameters:
+                parameter.grad = None

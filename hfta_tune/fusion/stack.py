@@ -1,0 +1,78 @@
+"""The stacked tensors of an array: [lanes, ...], with each lane's own model and optimizer as views of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hfta_tune.fusion.dropout import dropout_probabilities, replace_dropouts
+from hfta_tune.fusion.lane import Lane
+
+__all__ = ["LaneStack", "Template"]
+
+
+class Template(nn.Module):
+    """The code of one lane: a copy of the first lane's model that runs with any lane's tensors.
+
+    `torch.func.functional_call` swaps the tensors in for the whole step, so a step may use `model` in
+    any way: call it, call its parts, or go over its parameters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model)
+        replace_dropouts(self)
+
+    def forward(self, step, batch, values):  # type: ignore[no-untyped-def]
+        return step(self.model, batch, values)
+
+
+class LaneStack:
+    """Parameters, buffers and numbers of lanes with one signature, stacked along dimension 0.
+
+    Attributes:
+        lanes: The lanes; lane i owns row i of every tensor.
+        parameters: {name: leaf of shape [lanes, ...]}, with requires_grad as in the lanes' models.
+        buffers: {name: [lanes, ...]}.
+        carried: {name: [lanes]}: what the template's own modules read a lane (the p of dropouts).
+        values: {name: [lanes]}: numbers that a step may read, a lane its own.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], device: torch.device) -> None:
+        self.lanes = list(lanes)
+        first = self.lanes[0]
+        self.parameters: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for name, parameter in first.parameters():
+                rows = [lane.model.get_parameter(name) for lane in self.lanes]
+                self.parameters[name] = torch.stack([row.data for row in rows])
+                self._bind(rows, self.parameters[name])
+                self.parameters[name].requires_grad_(parameter.requires_grad)
+            for name, _ in first.buffers():
+                own = [lane.model.get_buffer(name) for lane in self.lanes]
+                self.buffers[name] = torch.stack([row.data for row in own])
+                self._bind(own, self.buffers[name])
+        self.carried = self._numbers([dropout_probabilities(lane.model) for lane in self.lanes], device)
+        self.values = self._numbers([lane.values for lane in self.lanes], device)
+
+    @staticmethod
+    def _bind(rows: Sequence[Tensor], stacked: Tensor) -> None:
+        for row, view in zip(rows, stacked.detach().unbind(), strict=True):
+            row.data = view
+            row.grad = None
+
+    @staticmethod
+    def _numbers(rows: Sequence[dict[str, float]], device: torch.device) -> dict[str, Tensor]:
+        shared = [name for name in rows[0] if all(name in row for row in rows)]
+        dtype = torch.get_default_dtype()
+        return {
+            name: torch.tensor([row[name] for row in rows], dtype=dtype, device=device) for name in shared
+        }
+
+    def trainable(self) -> dict[str, Tensor]:
+        """The stacked parameters that require gradients."""
+        return {name: tensor for name, tensor in self.parameters.items() if tensor.requires_grad}

@@ -1,0 +1,197 @@
+"""`optimize`: the trials of an Optuna study, trained B at a time as the lanes of one worker."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import optuna
+import torch
+
+from hfta_tune.optuna._arguments import check_arguments, exception_classes, plain_config
+from hfta_tune.optuna._metric import choose_metrics, values_of
+from hfta_tune.optuna._session import Callback, RunningTrial, StudySession
+from hfta_tune.trainable import FusedTrainable
+from hfta_tune.worker import Worker
+
+Space = Callable[[optuna.Trial], dict[str, Any]]
+
+
+def optimize(
+    study: optuna.Study,
+    trainable: type[FusedTrainable],
+    space: Space,
+    *,
+    n_trials: int | None = None,
+    timeout: float | None = None,
+    epochs: int,
+    metric: str | Sequence[str] | None = None,
+    B: int = 8,
+    device: str | torch.device | None = None,
+    catch: Iterable[type[Exception]] | type[Exception] = (),
+    callbacks: Iterable[Callback] | None = None,
+    show_progress_bar: bool = False,
+) -> None:
+    """Optimizes a study with B trials training at once, in this process.
+
+    It does what `study.optimize` does with an objective that trains `epochs` epochs, reports the metric
+    after each, raises TrialPruned when the pruner says so, and returns the last value. When a trial ends,
+    the next one takes its lane before the next epoch begins; the other lanes go on.
+
+    After an epoch the trials are reported, and their pruning decided, in the order in which they
+    started. Samplers see B trials running at once, as with n_jobs=B, so `TPESampler(constant_liar=True)`
+    spreads them better than the default.
+
+    Args:
+        study: The study. Enqueued trials are taken first.
+        trainable: What to train: a FusedTrainable subclass.
+        space: Suggests the hyperparameters of one trial and returns its config.
+        n_trials: Number of trials. With None there is no limit but `timeout` and `study.stop()`.
+        timeout: Seconds after which no trial starts. Those that run finish.
+        epochs: Epochs a trial. The step of each reported value is the epoch, counted from 0.
+        metric: Name of the metric to optimize, as `validation_step` or `evaluate` returns it. None takes the
+            only metric besides "train_loss", or "train_loss" if there is no other. For a study with several
+            directions, one name for each; nothing is reported or pruned then, as Optuna has it.
+        B: Number of trials that train at once.
+        device: Where to train. None takes the GPU if there is one, else the CPU.
+        catch: Exceptions that only fail the trial that raised them. After any other, the running trials
+            finish and it is raised.
+        callbacks: Called with the study and the finished trial after each trial. `study.stop()` works there.
+        show_progress_bar: Whether to show Optuna's progress bar.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong, or no result has the metric.
+        RuntimeError: It was called inside an optimization of the same study.
+
+    Example:
+        >>> import optuna, torch
+        >>> from torch.nn import functional as F
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> import hfta_tune
+        >>> class Line(hfta_tune.FusedTrainable):
+        ...     def build_model(self, config):
+        ...         return torch.nn.Linear(1, 1)
+        ...     def build_optimizer(self, model, config):
+        ...         return torch.optim.SGD(model.parameters(), lr=config["lr"])
+        ...     def train_dataloader(self, config):
+        ...         x = torch.linspace(-1, 1, 16).unsqueeze(1)
+        ...         return DataLoader(TensorDataset(x, 3 * x), batch_size=8)
+        ...     def training_step(self, model, batch, config):
+        ...         x, y = batch
+        ...         return F.mse_loss(model(x), y)
+        >>> def space(trial):
+        ...     return {"lr": trial.suggest_float("lr", 1e-3, 1e-1, log=True)}
+        >>> study = optuna.create_study()
+        >>> hfta_tune.optimize(study, Line, space, n_trials=6, epochs=3, B=4)
+        >>> len(study.trials)
+        6
+    """
+    check_arguments(
+        study=study,
+        trainable=trainable,
+        space=space,
+        n_trials=n_trials,
+        timeout=timeout,
+        epochs=epochs,
+        metric=metric,
+        B=B,
+    )
+    session = StudySession(
+        study,
+        n_trials=n_trials,
+        timeout=timeout,
+        catch=exception_classes(catch),
+        callbacks=() if callbacks is None else tuple(callbacks),
+        show_progress_bar=show_progress_bar,
+    )
+    with session:
+        worker = Worker(B, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        _Loop(session, worker, trainable, space, epochs, metric, reports=len(study.directions) == 1).run()
+    if session.error is not None:
+        raise session.error
+
+
+class _Loop:
+    """Fills the free lanes, runs a round, ends what is over; again until no trial is left.
+
+    Args:
+        session: The study's side.
+        worker: The lanes.
+        trainable: What to train.
+        space: Makes the config of a trial.
+        epochs: Epochs a trial.
+        metric: What the user asked for. It becomes names with the first results.
+        reports: Whether values are reported and trials pruned.
+    """
+
+    def __init__(
+        self,
+        session: StudySession,
+        worker: Worker,
+        trainable: type[FusedTrainable],
+        space: Space,
+        epochs: int,
+        metric: str | Sequence[str] | None,
+        *,
+        reports: bool,
+    ) -> None:
+        self._session = session
+        self._worker = worker
+        self._trainable = trainable
+        self._space = space
+        self._epochs = epochs
+        self._metric = metric
+        self._reports = reports
+        self._names: tuple[str, ...] = ()
+
+    def run(self) -> None:
+        self._refill()
+        while self._session.running:
+            self._run_round()
+            self._refill()
+
+    def _refill(self) -> None:
+        # A trial whose own hooks or space raise leaves its lane free, so the next one is tried at once.
+        while self._worker.free_lanes > 0 and self._session.may_ask:
+            try:
+                running = self._session.ask()
+            except Exception as error:
+                self._session.keep(error)
+                return
+            try:
+                config = plain_config(self._space(running.trial))
+                instance = self._trainable._outside_tune(config)
+                self._worker.add(str(running.trial.number), instance, config)
+            except Exception as error:
+                self._session.finish(running, error)
+
+    def _run_round(self) -> None:
+        results = self._worker.run_round()
+        if not self._names:
+            metrics = [result for result in results.values() if not isinstance(result, Exception)]
+            if metrics:
+                self._names = choose_metrics(self._metric, metrics)
+        for trial_id, running in list(self._session.running.items()):
+            result = results[trial_id]
+            if isinstance(result, Exception):
+                # The worker has freed the lane already.
+                self._session.finish(running, result)
+                continue
+            outcome = self._outcome(running, result)
+            if outcome is not None:
+                # First the lane: a callback may raise.
+                self._worker.remove(trial_id)
+                self._session.finish(running, outcome)
+
+    def _outcome(
+        self, running: RunningTrial, result: Mapping[str, float]
+    ) -> Sequence[float] | Exception | None:
+        """Books one epoch of a trial. Returns how it ends, or None if it goes on."""
+        try:
+            values = values_of(self._names, result)
+            if self._reports:
+                running.trial.report(values[0], running.epochs_done)
+            running.epochs_done += 1
+            if self._reports and running.trial.should_prune():
+                return optuna.TrialPruned(f"epoch {running.epochs_done} of {self._epochs} was its last.")
+        except Exception as error:
+            return error
+        return values if running.epochs_done == self._epochs else None

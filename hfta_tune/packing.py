@@ -1,0 +1,167 @@
+"""Which trial goes to which worker, and when a worker opens or closes. No Ray, no torch, no clock."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+__all__ = ["Packer", "Plan", "Placement", "WorkerState"]
+
+Trial: TypeAlias = Hashable
+Group: TypeAlias = Hashable
+"""Trials of one group can share a worker: they ask for the same resources."""
+
+
+class WorkerState(enum.Enum):
+    """Life of a worker."""
+
+    REQUESTED = "requested"  # its resources have been asked for
+    OPEN = "open"  # it has its resources and takes trials
+
+
+@dataclass(slots=True)
+class _Worker:
+    group: Group
+    state: WorkerState = WorkerState.REQUESTED
+    trials: set[Trial] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A trial that now has a lane in a worker."""
+
+    trial: Trial
+    worker: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """What the owner of the packer is to do now."""
+
+    place: list[Placement] = field(default_factory=list)
+    open: list[tuple[int, Group]] = field(default_factory=list)
+    close: list[int] = field(default_factory=list)
+
+
+class Packer:
+    """Packs waiting trials into the lanes of workers, first come, first served.
+
+    A worker has `lanes` lanes. A free lane is taken by the next waiting trial of the group; a worker is
+    requested only for trials that no present or requested worker has a lane for.
+
+    Args:
+        lanes: B, the lanes of a worker.
+        most_requested: How many workers may be waiting for resources at once.
+    """
+
+    def __init__(self, lanes: int, *, most_requested: int = 4) -> None:
+        self.lanes = lanes
+        self._most_requested = most_requested
+        self._waiting: dict[Group, deque[Trial]] = {}
+        self._workers: dict[int, _Worker] = {}
+        self._worker_of: dict[Trial, int] = {}
+        self._numbers = itertools.count()
+
+    def add(self, trial: Trial, group: Group) -> None:
+        """Queue a trial for a lane."""
+        self._waiting.setdefault(group, deque()).append(trial)
+
+    def remove(self, trial: Trial) -> None:
+        """Forget a trial; its lane, if it has one, is free. Removing it again does nothing."""
+        worker = self._worker_of.pop(trial, None)
+        if worker is not None:
+            self._workers[worker].trials.discard(trial)
+            return
+        for queue in self._waiting.values():
+            if trial in queue:
+                queue.remove(trial)
+
+    def opened(self, worker: int) -> None:
+        """A requested worker has its resources: it takes trials from now on."""
+        self._workers[worker].state = WorkerState.OPEN
+
+    def lost(self, worker: int) -> list[Trial]:
+        """A worker died or closed: no trial is placed in it again; return those that were in it."""
+        gone = self._workers.pop(worker, None)
+        if gone is None:
+            return []
+        for trial in gone.trials:
+            del self._worker_of[trial]
+        return list(gone.trials)
+
+    def schedule(self, *, keep_idle: bool = False) -> Plan:
+        """Place waiting trials, and say which workers to open and to close.
+
+        Args:
+            keep_idle: Keep open workers without trials, since more trials may come.
+        """
+        plan = Plan()
+        for group, queue in self._waiting.items():
+            self._place(group, queue, plan)
+        for group, queue in self._waiting.items():
+            self._adjust_requests(group, len(queue), plan)
+        if not keep_idle:
+            plan.close += [n for n, w in self._workers.items() if w.state is WorkerState.OPEN and not w.trials]
+        for number in plan.close:
+            del self._workers[number]
+        return plan
+
+    def _place(self, group: Group, queue: deque[Trial], plan: Plan) -> None:
+        while queue:
+            free = [
+                (len(worker.trials), number)
+                for number, worker in self._workers.items()
+                if worker.group == group
+                and worker.state is WorkerState.OPEN
+                and len(worker.trials) < self.lanes
+            ]
+            if not free:
+                return
+            _, number = min(free)
+            trial = queue.popleft()
+            self._workers[number].trials.add(trial)
+            self._worker_of[trial] = number
+            plan.place.append(Placement(trial, number))
+
+    def _adjust_requests(self, group: Group, waiting: int, plan: Plan) -> None:
+        """Have one requested worker for each B waiting trials."""
+        requested = [
+            number
+            for number, worker in self._workers.items()
+            if worker.group == group and worker.state is WorkerState.REQUESTED
+        ]
+        needed = min(-(-waiting // self.lanes), self._most_requested)
+        plan.close += requested[needed:]
+        for _ in range(needed - len(requested)):
+            number = next(self._numbers)
+            self._workers[number] = _Worker(group)
+            plan.open.append((number, group))
+
+    # What is where
+
+    def worker_of(self, trial: Trial) -> int | None:
+        """The worker in which a trial has its lane, or None while it waits."""
+        return self._worker_of.get(trial)
+
+    def trials_in(self, worker: int) -> set[Trial]:
+        """The trials that have a lane in a worker."""
+        return set(self._workers[worker].trials) if worker in self._workers else set()
+
+    @property
+    def workers(self) -> dict[int, WorkerState]:
+        """The present workers."""
+        return {number: worker.state for number, worker in self._workers.items()}
+
+    @property
+    def waiting(self) -> int:
+        """How many trials wait for a lane."""
+        return sum(len(queue) for queue in self._waiting.values())
+
+    @property
+    def lanes_in_use(self) -> int:
+        """How many trials have a lane."""
+        return len(self._worker_of)

@@ -1,0 +1,162 @@
+"""FusedTrainable: the class that a user writes."""
+
+from __future__ import annotations
+
+import abc
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from ray.tune import Trainable
+from torch import nn
+from torch.optim import Optimizer
+
+from hfta_tune.worker import Worker
+
+__all__ = ["FusedTrainable"]
+
+_ALONE = "alone"
+
+
+class FusedTrainable(Trainable):
+    """A trial as hooks for one model, which hfta_tune trains alone or with many others as one.
+
+    Every hook is written for one model and one trial, in ordinary PyTorch. The class is a
+    `ray.tune.Trainable`, so it runs under any Tune scheduler as it stands, one model a process; only
+    `HFTAPacker` and `hfta_tune.optimize` make trials share a worker.
+
+    training_step and validation_step are called once for all lanes of an array. A float that they read
+    from config arrives as a 0-d tensor, each lane its own; a key of another type that they read must be
+    equal in all lanes, and so must each key that the data loader hooks read.
+
+    Attributes:
+        lr_scheduler_interval: When the schedule advances: "epoch" (after each round) or "step".
+        lr_scheduler_monitor: The result that ReduceLROnPlateau watches, such as "train_loss".
+        seed: Governs build_model (unless config has a "seed") and the order of the data, so that runs repeat.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn import functional as F
+        >>> class Line(FusedTrainable):
+        ...     def build_model(self, config):
+        ...         return torch.nn.Linear(1, 1)
+        ...     def build_optimizer(self, model, config):
+        ...         return torch.optim.SGD(model.parameters(), lr=config["lr"])
+        ...     def train_dataloader(self, config):
+        ...         x = torch.linspace(-1, 1, 8).unsqueeze(1)
+        ...         return [(x, 2 * x)]
+        ...     def training_step(self, model, batch, config):
+        ...         x, y = batch
+        ...         return F.mse_loss(model(x), y)
+    """
+
+    lr_scheduler_interval: ClassVar[str] = "epoch"
+    lr_scheduler_monitor: ClassVar[str | None] = None
+    seed: ClassVar[int] = 0
+
+    _outside: ClassVar[bool] = False
+    _worker: Worker | None = None
+    _name: str = _ALONE
+    _round: dict[str, float] | Exception | None = None
+
+    def __init__(self, config: dict[str, Any] | None = None, storage: Any = None) -> None:
+        if FusedTrainable._outside:
+            # No log directory, no monitor: Tune's bookkeeping has no one to read it here.
+            self.config = config or {}
+            self._trial_info = self._storage = self._logdir = None
+            self._iteration = 0
+            self.setup(copy.deepcopy(self.config))
+        else:
+            super().__init__(config, storage)
+
+    @classmethod
+    def _outside_tune(cls, config: Mapping[str, Any]) -> FusedTrainable:
+        """Make an instance for use without Tune."""
+        FusedTrainable._outside = True
+        try:
+            return cls(dict(config))
+        finally:
+            FusedTrainable._outside = False
+
+    # Hooks
+
+    @abc.abstractmethod
+    def build_model(self, config: dict[str, Any]) -> nn.Module:
+        """Return the trial's model. torch is seeded with config["seed"], else with `seed`."""
+
+    @abc.abstractmethod
+    def build_optimizer(self, model: nn.Module, config: dict[str, Any]) -> Optimizer:
+        """Return the trial's optimizer over parameters of `model`."""
+
+    def build_lr_scheduler(self, optimizer: Optimizer, config: dict[str, Any]) -> Any:
+        """Return a scheduler of torch.optim.lr_scheduler on `optimizer`, or None."""
+        return None
+
+    @abc.abstractmethod
+    def train_dataloader(self, config: dict[str, Any]) -> Iterable[Any]:
+        """Return the training data: an iterable of batches that can be iterated again each round."""
+
+    def val_dataloader(self, config: dict[str, Any]) -> Iterable[Any] | None:
+        """Return the validation data, or None."""
+        return None
+
+    @abc.abstractmethod
+    def training_step(self, model: nn.Module, batch: Any, config: dict[str, Any]) -> Any:
+        """Return the loss of one batch, a 0-d tensor."""
+
+    def validation_step(self, model: nn.Module, batch: Any, config: dict[str, Any]) -> dict[str, Any]:
+        """Return metrics of one validation batch, {name: scalar}; a round reports their means."""
+        raise NotImplementedError
+
+    def evaluate(self, model: nn.Module, config: dict[str, Any]) -> dict[str, Any] | None:
+        """Return further metrics at the end of a round; `model` is this trial's plain module."""
+        return None
+
+    # What Tune calls
+
+    def step(self) -> dict[str, Any]:
+        """Train one round and return its metrics."""
+        outcome, self._round = self._round, None
+        if outcome is None:
+            outcome = self._own_worker().run_round([self._name])[self._name]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return dict(outcome)
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Write checkpoint.pt: model, optimizer, lr_scheduler and epoch in plain PyTorch."""
+        self._own_worker().save(self._name, checkpoint_dir)
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        """Read what save_checkpoint wrote."""
+        self._own_worker().load(self._name, checkpoint)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Start anew with another config in the same lane."""
+        self.cleanup()
+        self.setup(copy.deepcopy(new_config))
+        if self._worker is not None:
+            self._join(self._worker, self._name)
+        return True
+
+    def cleanup(self) -> None:
+        """Free the lane."""
+        if self._worker is not None and self._name in self._worker.trial_ids:
+            self._worker.remove(self._name)
+
+    def _join(self, worker: Worker, name: str) -> None:
+        """Take a lane in a worker that hosts other trials too."""
+        self._worker, self._name = worker, name
+        worker.add(name, self, self.config)
+
+    def _own_worker(self) -> Worker:
+        """The worker that hosts this trial; alone, one of its own."""
+        if self._worker is None:
+            import torch
+
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self._join(Worker(1, device=device), self.trial_id)
+        assert self._worker is not None
+        return self._worker
+
+

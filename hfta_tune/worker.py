@@ -1,0 +1,563 @@
+"""The worker: trials in, rounds, trials out. It knows neither Ray nor Optuna."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import copy
+import math
+import os
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils import _pytree as pytree
+
+from hfta_tune._loaders import Data, DataCache
+from hfta_tune._metrics import RoundMeans
+from hfta_tune._recording import numbers_of
+from hfta_tune._steps import Steps
+from hfta_tune.fusion import (
+    FusedArray,
+    FusionError,
+    FusionWarning,
+    Lane,
+    LanesDiffer,
+    Signature,
+    Step,
+    VmapFailed,
+    form_of_optimizer,
+    model_signature,
+    obstacle_of_optimizer,
+    optimizer_split,
+)
+
+__all__ = ["CHECKPOINT_FILE", "Worker"]
+
+CHECKPOINT_FILE = "checkpoint.pt"
+_REQUIRED_HOOKS = {
+    "build_model": "(self, config)",
+    "build_optimizer": "(self, model, config)",
+    "train_dataloader": "(self, config)",
+    "training_step": "(self, model, batch, config)",
+}
+
+
+@dataclass(eq=False, slots=True)
+class _Trial:
+    """A trial that has a lane in this worker."""
+
+    name: str
+    trainable: Any
+    config: dict[Any, Any]
+    lane: Lane
+    data: Data
+    model_signature: Signature
+    optimizer_form: Any
+    epoch: int = 0
+    array: FusedArray | None = None
+    key: Any = None
+    keys_known: int = -1
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """The arrays that share a data set; a round goes over it once for all of them."""
+
+    trials: list[_Trial]
+    results: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+class Worker:
+    """Hosts up to `lanes` trials on one device and trains trials of equal signature as fused arrays.
+
+    Args:
+        lanes: B, the number of trials that live here at once.
+        device: Where to train; by default the CPU.
+
+    Raises:
+        ValueError: if `lanes` is no positive integer.
+    """
+
+    def __init__(self, lanes: int = 1, *, device: str | torch.device | None = None) -> None:
+        if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
+            raise ValueError(f"lanes must be a positive integer but got {lanes!r}.")
+        self.lanes = lanes
+        self.device = torch.device(device or "cpu")
+        self._trials: dict[str, _Trial] = {}
+        self._arrays: dict[FusedArray, Any] = {}
+        self._steps: dict[type, Steps] = {}
+        self._owners: dict[Lane, tuple[Any, Mapping[Any, Any]]] = {}
+        self._loaders = DataCache()
+        self._said: set[str] = set()
+
+    @property
+    def free_lanes(self) -> int:
+        """How many more trials find a lane here."""
+        return self.lanes - len(self._trials)
+
+    @property
+    def trial_ids(self) -> list[str]:
+        """The trials that have a lane here."""
+        return list(self._trials)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the worker does: its arrays with their trials and strategies."""
+        names = {trial.lane: trial.name for trial in self._trials.values()}
+        return {
+            "lanes": self.lanes,
+            "device": str(self.device),
+            "arrays": [
+                {
+                    "trials": [names[lane] for lane in array.lanes],
+                    "strategy": array.strategy,
+                    "evaluation_strategy": array.evaluation_strategy,
+                }
+                for array in self._arrays
+            ],
+        }
+
+    def add(self, trial_id: str, trainable: Any, config: Mapping[Any, Any]) -> None:
+        """Give a trial a lane: build its model, optimizer, schedule and data loaders.
+
+        Args:
+            trial_id: The trial's name, also in messages.
+            trainable: The trial's own FusedTrainable instance.
+            config: The trial's hyperparameters.
+
+        Raises:
+            FusionError: if what the hooks return cannot be trained.
+            RuntimeError: if no lane is free.
+            Exception: what the trial's own hooks raise. The lane is then free again.
+        """
+        if trial_id in self._trials:
+            raise ValueError(f"trial {trial_id} has a lane in this worker already.")
+        if not self.free_lanes:
+            raise RuntimeError(f"trial {trial_id}: all {self.lanes} lanes of this worker are taken.")
+        check_hooks(type(trainable))
+        config = copy.deepcopy(dict(config))
+        with self._own_randomness(int(config.get("seed", trainable.seed))):
+            model = trainable.build_model(copy.deepcopy(config))
+            if not isinstance(model, nn.Module):
+                raise FusionError(
+                    f"trial {trial_id}: build_model returned {model!r:.80}; return a torch.nn.Module."
+                )
+            model.to(self.device)
+            optimizer = trainable.build_optimizer(model, copy.deepcopy(config))
+            split = self._checked_split(trial_id, model, optimizer)
+            scheduler = trainable.build_lr_scheduler(optimizer, copy.deepcopy(config))
+        self._check_schedule(trial_id, trainable, scheduler)
+        with self._own_randomness(int(trainable.seed)):
+            in_use = [trial.data for trial in self._trials.values()]
+            data = self._loaders.get(trial_id, trainable, config, in_use)
+        if data.validation is not None and not _overrides(type(trainable), "validation_step"):
+            raise FusionError(
+                f"trial {trial_id}: {type(trainable).__name__} has a val_dataloader but no validation_step; "
+                "define validation_step(self, model, batch, config) or drop val_dataloader."
+            )
+        lane = Lane(f"trial {trial_id}", model, optimizer, scheduler, numbers_of(config))
+        self._owners[lane] = (trainable, config)
+        self._steps.setdefault(type(trainable), Steps(type(trainable), self._owners))
+        self._trials[trial_id] = _Trial(
+            trial_id,
+            trainable,
+            config,
+            lane,
+            data,
+            model_signature(model),
+            (form_of_optimizer(optimizer), split),
+        )
+
+    def remove(self, trial_id: str) -> None:
+        """Free a trial's lane; the others go on undisturbed."""
+        trial = self._trials.pop(trial_id)
+        self._park(trial)
+        del self._owners[trial.lane]
+
+    def run_round(self, trial_ids: Collection[str] | None = None) -> dict[str, dict[str, float] | Exception]:
+        """Train one round: one pass over the training data, then one over the validation data.
+
+        Args:
+            trial_ids: The trials that take part; by default all. The others keep their state.
+
+        Returns:
+            {trial: metrics}. `train_loss` and the validation metrics are means over the round's batches,
+            weighted by batch size. A trial whose own code raised has the exception instead, and has
+            lost its lane.
+        """
+        taking_part = [self._trials[name] for name in (self._trials if trial_ids is None else trial_ids)]
+        for trial in self._trials.values():
+            if trial not in taking_part:
+                self._park(trial)
+        groups: dict[tuple[Data, type], list[_Trial]] = {}
+        for trial in taking_part:
+            groups.setdefault((trial.data, type(trial.trainable)), []).append(trial)
+        outcomes: dict[str, dict[str, float] | Exception] = {}
+        for trials in groups.values():
+            outcomes.update(self._run_group(trials))
+        for name, outcome in outcomes.items():
+            if isinstance(outcome, Exception):
+                self.remove(name)
+        return {trial.name: outcomes[trial.name] for trial in taking_part}
+
+    def state_dict(self, trial_id: str) -> dict[str, Any]:
+        """Return a trial's checkpoint in plain PyTorch; its tensors are copies on the CPU.
+
+        `model`, `optimizer` and `lr_scheduler` (None without one) are the objects' own state_dict();
+        `epoch` counts the rounds trained.
+        """
+        trial = self._trials[trial_id]
+        scheduler = trial.lane.scheduler
+        state = {
+            "model": dict(trial.lane.model.state_dict()),
+            "optimizer": trial.lane.optimizer.state_dict(),
+            "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+            "epoch": trial.epoch,
+        }
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), state)
+
+    def load_state_dict(self, trial_id: str, state: Mapping[str, Any]) -> None:
+        """Put a trial into the state of a checkpoint.
+
+        Raises:
+            FusionError: if the checkpoint does not fit the trial.
+        """
+        trial = self._trials[trial_id]
+        self._park(trial)
+        lane = trial.lane
+        try:
+            lane.model.load_state_dict(state["model"])
+            lane.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+            if lane.scheduler is not None and state["lr_scheduler"] is not None:
+                lane.scheduler.load_state_dict(copy.deepcopy(state["lr_scheduler"]))
+            trial.epoch = int(state["epoch"])
+        except Exception as error:
+            raise FusionError(
+                f"trial {trial_id}: the checkpoint does not fit the trial's model or optimizer "
+                f"({type(error).__name__}: {error}). Restore it with the config that it was saved with."
+            ) from error
+
+    def save(self, trial_id: str, directory: str | os.PathLike[str]) -> None:
+        """Write a trial's checkpoint to `directory`, as one file that torch.load reads with weights_only=True."""
+        torch.save(self.state_dict(trial_id), Path(directory) / CHECKPOINT_FILE)
+
+    def load(self, trial_id: str, directory: str | os.PathLike[str]) -> None:
+        """Read a trial's checkpoint from `directory`.
+
+        Raises:
+            FusionError: if the file is missing, corrupt, or does not fit the trial.
+        """
+        path = Path(directory) / CHECKPOINT_FILE
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+        except Exception as error:
+            raise FusionError(
+                f"trial {trial_id}: the checkpoint {path} cannot be read ({type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}). Delete it to restore from an earlier one."
+            ) from error
+        if not isinstance(state, dict) or not {"model", "optimizer", "lr_scheduler", "epoch"} <= state.keys():
+            raise FusionError(
+                f"trial {trial_id}: the file {path} is no checkpoint of hfta_tune (it lacks model, optimizer, "
+                "lr_scheduler or epoch). Restore from a checkpoint that a FusedTrainable saved."
+            )
+        self.load_state_dict(trial_id, state)
+
+    # Arrays
+
+    def _park(self, trial: _Trial) -> None:
+        """Take a trial out of its array; it keeps its state in its own objects."""
+        array = trial.array
+        if array is not None:
+            trial.array = None
+            array.change_lanes(leave=[trial.lane])
+            if not array.lanes:
+                del self._arrays[array]
+
+    def _key(self, trial: _Trial) -> Any:
+        steps = self._steps[type(trial.trainable)]
+        if trial.keys_known != len(steps.keys):
+            trial.keys_known = len(steps.keys)
+            trial.key = (
+                type(trial.trainable),
+                trial.data,
+                trial.model_signature.key,
+                trial.optimizer_form,
+                steps.signature(trial.config),
+            )
+        return trial.key
+
+    @staticmethod
+    def _obstacle(trial: _Trial) -> str | None:
+        attribute = trial.model_signature.obstacle
+        if attribute is not None:
+            return (
+                f"its models cannot be compared ({attribute}); keep only plain values and tensors as "
+                "attributes of modules"
+            )
+        return obstacle_of_optimizer(trial.lane.optimizer)
+
+    def _arrange(self, trials: Iterable[_Trial]) -> list[FusedArray]:
+        """Put trials of equal signature into one array each; return the arrays."""
+        trials = list(trials)
+        for trial in trials:
+            if trial.array is not None and self._arrays[trial.array] != self._key(trial):
+                self._park(trial)
+        joining: dict[Any, list[_Trial]] = {}
+        for trial in trials:
+            if trial.array is None:
+                joining.setdefault(self._key(trial), []).append(trial)
+        by_key = {key: array for array, key in self._arrays.items()}
+        for key, members in joining.items():
+            array = by_key.get(key)
+            if array is None:
+                obstacle = self._obstacle(members[0])
+                array = FusedArray(self.device, fusible=obstacle is None)
+                self._arrays[array] = key
+                if obstacle is not None and self.lanes > 1:
+                    self._warn_once(f"{type(members[0].trainable).__name__} trains lane by lane: {obstacle}.")
+            array.change_lanes(join=[member.lane for member in members])
+            for member in members:
+                member.array = array
+        return _arrays_of(trials)
+
+    # Rounds
+
+    def _run_group(self, trials: list[_Trial]) -> dict[str, dict[str, float] | Exception]:
+        data, kind = trials[0].data, type(trials[0].trainable)
+        steps = self._steps[kind]
+        means = RoundMeans(self.device)
+        alive = list(trials)
+        failed: dict[str, dict[str, float] | Exception] = {}
+        first_epoch = min(trial.epoch for trial in trials)
+        seed = int(kind.seed) * 1_000_003 + first_epoch  # type: ignore[attr-defined]
+        with self._own_randomness(seed):
+            try:
+                self._set_mode(self._arrange(alive), training=True)
+                for batch in self._batches(data.train, "train_dataloader"):
+                    self._train_on(batch, steps, alive, failed, means)
+                if data.validation is not None and alive:
+                    self._set_mode(self._arrange(alive), training=False)
+                    for batch in self._batches(data.validation, "val_dataloader"):
+                        self._evaluate_on(batch, steps, alive, failed, means)
+            except Exception as error:  # of the data loader, which all of them share
+                for trial in list(alive):
+                    self._fail(trial, error, alive, failed)
+            results = means.read([trial.lane for trial in alive])
+            for trial in list(alive):
+                try:
+                    self._finish_round(trial, results[trial.lane])
+                except Exception as error:
+                    self._fail(trial, error, alive, failed)
+        return {**failed, **{trial.name: results[trial.lane] for trial in alive}}
+
+    def _train_on(
+        self, batch: Any, steps: Steps, alive: list[_Trial], failed: dict[str, Any], means: RoundMeans
+    ) -> None:
+        size = _batch_size(batch)
+        pending = _arrays_of(alive)
+        while pending:
+            array = pending.pop()
+            try:
+                losses = array.train_step(steps.training, batch)
+            except LanesDiffer:
+                members = [trial for trial in alive if trial.array is array]
+                pending.extend(self._rearranged(members, training=True))
+                continue
+            except VmapFailed as failure:
+                if steps.must_be_python_numbers(array, steps.training, batch):
+                    members = [trial for trial in alive if trial.array is array]
+                    pending.extend(self._rearranged(members, training=True))
+                    continue
+                array.train_lane_by_lane()
+                losses = array.train_step(steps.training, batch)
+                self._say_fallback(array, steps.kind, "trains", failure)
+            means.add("train_loss", array.lanes, losses, size)
+            self._drop_failed(array, alive, failed)
+        for trial in alive:
+            if trial.lane.scheduler is not None and trial.trainable.lr_scheduler_interval == "step":
+                trial.lane.step_scheduler()
+
+    def _evaluate_on(
+        self, batch: Any, steps: Steps, alive: list[_Trial], failed: dict[str, Any], means: RoundMeans
+    ) -> None:
+        size = _batch_size(batch)
+        pending = _arrays_of(alive)
+        while pending:
+            array = pending.pop()
+            try:
+                metrics = array.evaluation_step(steps.validation, batch)
+            except LanesDiffer:
+                members = [trial for trial in alive if trial.array is array]
+                pending.extend(self._rearranged(members, training=False))
+                continue
+            except VmapFailed as failure:
+                if steps.must_be_python_numbers(array, steps.validation, batch):
+                    members = [trial for trial in alive if trial.array is array]
+                    pending.extend(self._rearranged(members, training=False))
+                    continue
+                array.evaluate_lane_by_lane()
+                metrics = array.evaluation_step(steps.validation, batch)
+                self._say_fallback(array, steps.kind, "evaluates", failure)
+            if isinstance(metrics, dict):
+                for name, values in metrics.items():
+                    means.add(name, array.lanes, values, size)
+            else:
+                for lane, own in zip(array.lanes, metrics, strict=True):
+                    for name, value in own.items():
+                        means.add(name, [lane], value.reshape(1), size)
+            self._drop_failed(array, alive, failed)
+
+    def _rearranged(self, members: list[_Trial], *, training: bool) -> list[FusedArray]:
+        arrays = self._arrange(members)
+        self._set_mode(arrays, training=training)
+        return arrays
+
+    @staticmethod
+    def _set_mode(arrays: Iterable[FusedArray], *, training: bool) -> None:
+        for array in arrays:
+            array.set_mode(training=training)
+
+    def _drop_failed(self, array: FusedArray, alive: list[_Trial], failed: dict[str, Any]) -> None:
+        for trial in [trial for trial in alive if trial.array is array and trial.lane.error is not None]:
+            assert trial.lane.error is not None
+            self._fail(trial, trial.lane.error, alive, failed)
+
+    def _fail(self, trial: _Trial, error: Exception, alive: list[_Trial], failed: dict[str, Any]) -> None:
+        alive.remove(trial)
+        self._park(trial)
+        failed[trial.name] = error
+
+    def _finish_round(self, trial: _Trial, results: dict[str, float]) -> None:
+        trial.epoch += 1
+        if _overrides(type(trial.trainable), "evaluate"):
+            model = trial.lane.model
+            was_training = model.training
+            model.eval()
+            try:
+                with torch.no_grad():
+                    own = trial.trainable.evaluate(model, copy.deepcopy(trial.config))
+            finally:
+                model.train(was_training)
+            results.update({name: float(value) for name, value in (own or {}).items()})
+        trainable, scheduler = trial.trainable, trial.lane.scheduler
+        if scheduler is None or trainable.lr_scheduler_interval != "epoch":
+            return
+        monitor = trainable.lr_scheduler_monitor
+        if isinstance(scheduler, ReduceLROnPlateau) and monitor not in results:
+            raise FusionError(
+                f"trial {trial.name}: lr_scheduler_monitor is {monitor!r}, which is none of the round's results "
+                f"({', '.join(sorted(results))}). Set it to one of them."
+            )
+        trial.lane.step_scheduler(results.get(monitor))
+
+    def _batches(self, loader: Iterable[Any], hook: str) -> Iterator[Any]:
+        """The loader's batches, on the device."""
+        empty = True
+        for batch in loader:
+            empty = False
+            if self.device.type != "cpu":
+                batch = pytree.tree_map_only(
+                    Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch
+                )
+            yield batch
+        if empty:
+            raise FusionError(
+                f"{hook} gave no batch in this round. Check the data set's size, the batch size and drop_last; "
+                "a loader must give its batches again each round."
+            )
+
+    @contextlib.contextmanager
+    def _own_randomness(self, seed: int) -> Iterator[None]:
+        """Seed torch for what follows, and leave the caller's generators as they were."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed % 2**63)
+            yield
+
+    # Checks and messages
+
+    def _checked_split(self, name: str, model: nn.Module, optimizer: Any) -> Any:
+        if not isinstance(optimizer, Optimizer):
+            raise FusionError(
+                f"trial {name}: build_optimizer returned {optimizer!r:.80}; return a torch.optim.Optimizer "
+                "over model.parameters()."
+            )
+        try:
+            return optimizer_split(model, optimizer)
+        except KeyError as error:
+            foreign = error.args[0]
+            raise FusionError(
+                f"trial {name}: build_optimizer's optimizer holds a parameter of shape {list(foreign.shape)} that "
+                "is not the model's. Build it over the parameters of the model that it is handed."
+            ) from None
+
+    @staticmethod
+    def _check_schedule(name: str, trainable: Any, scheduler: Any) -> None:
+        interval = trainable.lr_scheduler_interval
+        if interval not in ("epoch", "step"):
+            raise FusionError(
+                f'trial {name}: lr_scheduler_interval is {interval!r}; set it to "epoch" or "step".'
+            )
+        if not isinstance(scheduler, ReduceLROnPlateau):
+            return
+        if trainable.lr_scheduler_monitor is None:
+            raise FusionError(
+                f"trial {name}: ReduceLROnPlateau needs a metric to watch but lr_scheduler_monitor is None. "
+                'Set lr_scheduler_monitor to a result, such as "train_loss".'
+            )
+        if interval == "step":
+            raise FusionError(
+                f"trial {name}: ReduceLROnPlateau watches a round's results but lr_scheduler_interval is "
+                '"step"; set it to "epoch".'
+            )
+
+    def _say_fallback(self, array: FusedArray, kind: type, what: str, failure: VmapFailed) -> None:
+        if self.lanes > 1 and any(lane.error is None for lane in array.lanes):
+            self._warn_once(f"{kind.__name__} {what} lane by lane: vmap stopped at {failure}")
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(message, FusionWarning, stacklevel=3)
+
+
+@abc.abstractmethod
+def _absent() -> None: ...
+
+
+def check_hooks(kind: type) -> None:
+    """Check that a FusedTrainable class has the hooks that it must have.
+
+    Raises:
+        FusionError: with the missing hooks.
+    """
+    missing = [
+        f"{hook}{arguments}"
+        for hook, arguments in _REQUIRED_HOOKS.items()
+        if getattr(getattr(kind, hook, _absent), "__isabstractmethod__", False)
+    ]
+    if missing:
+        raise FusionError(f"{kind.__name__} lacks a required hook; define {', '.join(missing)}.")
+
+
+def _overrides(kind: type, hook: str) -> bool:
+    """Whether a class defines an optional hook itself, rather than inherits FusedTrainable's."""
+    defined = [vars(base)[hook] for base in kind.__mro__ if hook in vars(base)]
+    return len(defined) > 1
+
+
+def _arrays_of(trials: Iterable[_Trial]) -> list[FusedArray]:
+    return list({trial.array: None for trial in trials if trial.array is not None})
+
+
+def _batch_size(batch: Any) -> int:
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return leaf.shape[0]
+    return 1
