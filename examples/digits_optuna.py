@@ -40,7 +40,7 @@ def plain_objective(trial: optuna.Trial, model_choice: str, epochs: int) -> floa
     scheduler = digits.build_lr_scheduler(optimizer, config)
     train, val = digits.train_batches(), digits.val_batches()
     accuracy = 0.0
-    for epoch in range(1, epochs + 1):
+    for epoch in range(epochs):
         model.train()
         for images, labels in train:
             optimizer.zero_grad()

@@ -56,8 +56,8 @@ class FusedTrainable(Trainable):
 
     _outside: ClassVar[bool] = False
     _worker: Worker | None = None
-    _name: str = _ALONE
-    _round: dict[str, float] | Exception | None = None
+    _lane_name: str = _ALONE
+    _lane_round: dict[str, float] | Exception | None = None
 
     def __init__(self, config: dict[str, Any] | None = None, storage: Any = None) -> None:
         if FusedTrainable._outside:
@@ -116,37 +116,37 @@ class FusedTrainable(Trainable):
 
     def step(self) -> dict[str, Any]:
         """Train one round and return its metrics."""
-        outcome, self._round = self._round, None
+        outcome, self._lane_round = self._lane_round, None
         if outcome is None:
-            outcome = self._own_worker().run_round([self._name])[self._name]
+            outcome = self._own_worker().run_round([self._lane_name])[self._lane_name]
         if isinstance(outcome, Exception):
             raise outcome
         return dict(outcome)
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write checkpoint.pt: model, optimizer, lr_scheduler and epoch in plain PyTorch."""
-        self._own_worker().save(self._name, checkpoint_dir)
+        self._own_worker().save(self._lane_name, checkpoint_dir)
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Read what save_checkpoint wrote."""
-        self._own_worker().load(self._name, checkpoint)
+        self._own_worker().load(self._lane_name, checkpoint)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Start anew with another config in the same lane."""
         self.cleanup()
         self.setup(copy.deepcopy(new_config))
         if self._worker is not None:
-            self._join(self._worker, self._name)
+            self._join(self._worker, self._lane_name)
         return True
 
     def cleanup(self) -> None:
         """Free the lane."""
-        if self._worker is not None and self._name in self._worker.trial_ids:
-            self._worker.remove(self._name)
+        if self._worker is not None and self._lane_name in self._worker.trial_ids:
+            self._worker.remove(self._lane_name)
 
     def _join(self, worker: Worker, name: str) -> None:
         """Take a lane in a worker that hosts other trials too."""
-        self._worker, self._name = worker, name
+        self._worker, self._lane_name = worker, name
         worker.add(name, self, self.config)
 
     def _own_worker(self) -> Worker:

@@ -1,0 +1,122 @@
+"""The worker process: hosts trials as Tune trainables whose rounds are trained as fused arrays."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import os
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from ray.air.constants import TIME_THIS_ITER_S
+from ray.exceptions import RayTaskError
+
+from hfta_tune.trainable import FusedTrainable
+from hfta_tune.worker import Worker
+
+__all__ = ["WorkerActor"]
+
+
+class WorkerActor:
+    """Owns one accelerator, or some CPU cores, and hosts up to `lanes` trials.
+
+    Each trial is an instance of its own trainable class, so that Tune's bookkeeping of results and
+    checkpoints is Tune's own code. Calls are numbered and carried out one by one in that order, in a
+    thread of their own; so the process answers `describe` while a round runs.
+
+    Args:
+        lanes: B.
+        cpus: CPUs that the worker was given; it computes on as many threads.
+        gpus: GPUs that the worker was given.
+    """
+
+    def __init__(self, lanes: int, cpus: float, gpus: float) -> None:
+        from hfta_tune.tune._executor import prepare_worker_process
+
+        prepare_worker_process()
+        torch.set_num_threads(max(1, int(cpus)))
+        on_gpu = gpus > 0 and torch.cuda.is_available()
+        self._worker = Worker(lanes, device="cuda" if on_gpu else "cpu")
+        self._trainables: dict[int, FusedTrainable] = {}
+        self._errors: dict[int, Exception] = {}
+        self._classes: dict[int, type[FusedTrainable]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hfta_tune")
+        self._early: list[tuple[int, str, tuple[Any, ...], asyncio.Future[Any]]] = []
+        self._next = 0
+
+    async def submit(self, number: int, method: str, *arguments: Any) -> Any:
+        """Carry out call `number`, after all calls with lower numbers."""
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[Any] = loop.create_future()
+        heapq.heappush(self._early, (number, method, arguments, outcome))
+        while self._early and self._early[0][0] == self._next:
+            _, name, own, waiting = heapq.heappop(self._early)
+            self._next += 1
+            running = loop.run_in_executor(self._thread, getattr(self, f"_{name}"), *own)
+            running.add_done_callback(lambda done, waiting=waiting: _hand_over(done, waiting))
+        return await outcome
+
+    async def describe(self) -> dict[str, Any]:
+        """Return what the worker does now; answered at once, also in the middle of a round."""
+        return {"pid": os.getpid(), "threads": torch.get_num_threads(), **self._worker.describe()}
+
+    def _define(self, key: int, kind: type[FusedTrainable]) -> None:
+        self._classes[key] = kind
+
+    def _create(self, lane: int, key: int, config: dict[str, Any], storage: Any) -> None:
+        """Give a trial its lane. What goes wrong is told to the trial's first call that awaits an answer."""
+        try:
+            trainable = self._classes[key](config=config, storage=storage)
+            self._trainables[lane] = trainable
+            trainable._join(self._worker, trainable.trial_id)
+        except Exception as error:
+            self._errors[lane] = error
+
+    def _call(self, lane: int, method: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        """Call a method of a lane's trainable; `stop` also frees the lane."""
+        if method == "stop":
+            self._errors.pop(lane, None)
+            trainable = self._trainables.pop(lane, None)
+            return trainable.stop() if trainable is not None else None
+        if method == "reset":
+            self._errors.pop(lane, None)
+        elif lane in self._errors:
+            raise self._errors[lane]
+        return getattr(self._trainables[lane], method)(*arguments, **keywords)
+
+    def _round(self, lanes: Sequence[int]) -> list[dict[str, Any] | RayTaskError]:
+        """Train one round of the lanes' trials; return for each its result, or what its own code raised."""
+        begin = time.perf_counter()
+        sound = [lane for lane in lanes if lane not in self._errors]
+        outcomes = self._worker.run_round([self._trainables[lane]._lane_name for lane in sound])
+        seconds = time.perf_counter() - begin
+        results: list[dict[str, Any] | RayTaskError] = []
+        for lane in lanes:
+            try:
+                if lane in self._errors:
+                    raise self._errors[lane]
+                trainable = self._trainables[lane]
+                outcome = outcomes[trainable._lane_name]
+                if isinstance(outcome, dict):
+                    outcome = {TIME_THIS_ITER_S: seconds, **outcome}
+                trainable._lane_round = outcome
+                results.append(trainable.train())
+            except Exception as error:
+                self._errors[lane] = error
+                trace = "".join(traceback.format_exception(error))
+                results.append(RayTaskError("train", trace, error))
+        return results
+
+
+def _hand_over(done: asyncio.Future[Any], waiting: asyncio.Future[Any]) -> None:
+    if waiting.cancelled():
+        return
+    error = done.exception()
+    if error is not None:
+        waiting.set_exception(error)
+    else:
+        waiting.set_result(done.result())

@@ -1,0 +1,472 @@
+"""The trial executor: gives each trial of a FusedTrainable a lane in a shared worker instead of a process.
+
+Tune's controller talks to its actor manager. A subclass of that manager takes its place here and hands
+out lane handles, so that every scheduler, searcher and callback goes on as before. This is the only
+file that touches private names of Ray; tests/tune/test_private_names.py fails when Ray changes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.air.execution import ResourceManager, ResourceRequest
+from ray.air.execution._internal import RayActorManager, TrackedActor
+from ray.air.execution._internal.tracked_actor_task import TrackedActorTask
+from ray.exceptions import RayActorError, RayTaskError
+from ray.train.constants import RAY_CHDIR_TO_TRIAL_DIR
+from ray.tune.execution.class_cache import ENV_VARS_TO_PROPAGATE
+from ray.tune.registry import _ParameterRegistry
+from ray.tune.result import STDERR_FILE, STDOUT_FILE
+from ray.tune.schedulers import TrialScheduler
+
+from hfta_tune.packing import Packer, WorkerState
+from hfta_tune.trainable import FusedTrainable
+from hfta_tune.tune._actor import WorkerActor
+
+__all__ = ["LaneActorManager", "pack_trials_of", "prepare_worker_process"]
+
+logger = logging.getLogger(__name__)
+
+
+def pack_trials_of(tune_controller: Any, lanes: int) -> LaneActorManager:
+    """Make a Tune controller give its FusedTrainable trials lanes; doing it again does nothing."""
+    controller = getattr(tune_controller, "_tune_controller", tune_controller)
+    manager = controller._actor_manager
+    if not isinstance(manager, LaneActorManager):
+        manager = LaneActorManager(resource_manager=manager._resource_manager)
+        controller._actor_manager = manager
+        manager.pack(
+            lanes,
+            more_trials_expected=functools.partial(_more_trials_expected, controller),
+            pausing=functools.partial(_pausing, controller),
+        )
+    return manager
+
+
+def _more_trials_expected(controller: Any) -> bool:
+    return bool(
+        not controller._search_alg.is_finished() or controller._pending_trials or controller._paused_trials
+    )
+
+
+def _pausing(controller: Any) -> bool:
+    """Whether a trial waits for the save that precedes its pause; schedulers still count it as running."""
+    pausing = {t for t, d in controller._cached_trial_decisions.items() if d == TrialScheduler.PAUSE}
+    return bool(pausing) and any(
+        trial.trial_id in pausing and trial.is_saving for trial in controller._running_trials
+    )
+
+
+def prepare_worker_process() -> None:
+    """Adapt Tune's Trainable to a process that hosts many: keep the working directory, share parameters."""
+    os.environ[RAY_CHDIR_TO_TRIAL_DIR] = "0"
+    # tune.with_parameters fetches anew for each trial; lanes share one copy, and so one data set.
+    fetch = _ParameterRegistry.get
+    fetched: dict[Any, Any] = {}
+
+    def get(self: _ParameterRegistry, key: Any) -> Any:
+        place = (key, self.references.get(key))
+        if place not in fetched:
+            fetched[place] = fetch(self, key)
+        return fetched[place]
+
+    _ParameterRegistry.get = get
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A worker as the driver sees it.
+
+    Attributes:
+        number: Its number in the packer.
+        tracked: The base manager's record of its actor.
+        actor: The actor's handle, once it has resources.
+        ready: Whether its process has started.
+        in_round: The train requests of the round that it trains now.
+        death: What it died of.
+    """
+
+    number: int
+    tracked: TrackedActor
+    actor: Any = None
+    ready: bool = False
+    in_round: dict[TrackedActor, TrackedActorTask] = field(default_factory=dict)
+    death: RayActorError | None = None
+    _calls: int = 0
+    _classes: set[int] = field(default_factory=set)
+
+    def send(self, method: str, *arguments: Any) -> ray.ObjectRef:
+        """Call the worker; it carries out its calls in the order in which they were sent."""
+        future = self.actor.submit.remote(self._calls, method, *arguments)
+        self._calls += 1
+        return future
+
+    def define(self, key: int, reference: ray.ObjectRef) -> None:
+        """Send a trainable class, once."""
+        if key not in self._classes:
+            self._classes.add(key)
+            self.send("define", key, reference)
+
+
+@dataclass(eq=False)
+class _Lane:
+    """A trial's lane: its worker, once it is placed."""
+
+    number: int
+    worker: _Worker | None = None
+
+
+class _LaneMethod:
+    def __init__(self, lane: _Lane, name: str) -> None:
+        self._lane = lane
+        self._name = name
+
+    def remote(self, *arguments: Any, **keywords: Any) -> ray.ObjectRef:
+        assert self._lane.worker is not None
+        return self._lane.worker.send("call", self._lane.number, self._name, arguments, keywords)
+
+
+class LaneHandle:
+    """Stands for a trial's actor handle: `handle.method.remote(...)` calls the trial's own trainable."""
+
+    def __init__(self, lane: _Lane) -> None:
+        self._lane = lane
+
+    def __getattr__(self, name: str) -> _LaneMethod:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _LaneMethod(self._lane, name)
+
+
+class _NoResources:
+    """What a lane has of its own; its worker holds the resources."""
+
+    class resource_request:  # noqa: N801 - the base manager reads acquired.resource_request.bundles
+        bundles: tuple[dict[str, float], ...] = ()
+
+
+class LaneActorManager(RayActorManager):
+    """An actor manager that places FusedTrainable trials in lanes of shared workers.
+
+    One call a worker trains a round of all its lanes that ask for it; its results are then handed out
+    one by one, as if each trial had had an actor of its own. Other trainables get actors as usual.
+    """
+
+    def __init__(self, resource_manager: ResourceManager) -> None:
+        super().__init__(resource_manager=resource_manager)
+        self._packer = Packer(1)
+        self._more_trials_expected: Callable[[], bool] = lambda: False
+        self._pausing: Callable[[], bool] = lambda: False
+        self._workers: dict[int, _Worker] = {}
+        self._worker_actors: set[TrackedActor] = set()
+        self._lanes: dict[TrackedActor, _Lane] = {}
+        self._lane_numbers = itertools.count()
+        self._classes: dict[type, tuple[int, ray.ObjectRef]] = {}
+        self._requests: dict[TrackedActor, TrackedActorTask] = {}
+        self._started: deque[TrackedActor] = deque()
+        self._outcomes: deque[tuple[TrackedActorTask, Any]] = deque()
+        self._said: set[str] = set()
+        self._worker_class: Any = None
+
+    def pack(
+        self, lanes: int, *, more_trials_expected: Callable[[], bool], pausing: Callable[[], bool]
+    ) -> None:
+        """Say how many lanes a worker has, and how to ask the controller what is to come."""
+        self._packer = Packer(lanes)
+        self._more_trials_expected = more_trials_expected
+        self._pausing = pausing
+
+    def summary(self) -> str:
+        """One line on the workers, for Tune's progress reports."""
+        workers = sum(state is WorkerState.OPEN for state in self._packer.workers.values())
+        lanes = workers * self._packer.lanes
+        return (
+            f"HFTAPacker: {workers} workers, {self._packer.lanes_in_use} of {lanes} lanes in use, "
+            f"{self._packer.waiting} trials waiting for a lane"
+        )
+
+    # Trials come and go
+
+    def add_actor(
+        self,
+        cls: Any,
+        kwargs: dict[str, Any],
+        resource_request: ResourceRequest,
+        *,
+        on_start: Callable[[TrackedActor], None] | None = None,
+        on_stop: Callable[[TrackedActor], None] | None = None,
+        on_error: Callable[[TrackedActor, Exception], None] | None = None,
+    ) -> TrackedActor:
+        kind = _trainable_class(cls)
+        if not issubclass(kind, FusedTrainable):
+            self._say_once(
+                f"{kind.__name__} is no FusedTrainable, so each of its trials runs in a process of its own."
+            )
+            return super().add_actor(
+                cls, kwargs, resource_request, on_start=on_start, on_stop=on_stop, on_error=on_error
+            )
+        tracked = TrackedActor(uuid.uuid4().int, on_start=on_start, on_stop=on_stop, on_error=on_error)
+        self._lanes[tracked] = _Lane(next(self._lane_numbers))
+        self._pending_actors_to_attrs[tracked] = kind, kwargs, resource_request
+        self._packer.add(tracked, resource_request)
+        return tracked
+
+    def remove_actor(
+        self, tracked_actor: TrackedActor, kill: bool = False, stop_future: ray.ObjectRef | None = None
+    ) -> bool:
+        if tracked_actor in self._lanes:
+            # The worker keeps the order of its calls, so the lane can be given away before it is empty.
+            self._packer.remove(tracked_actor)
+            if tracked_actor in self._started:
+                self._started.remove(tracked_actor)
+            if tracked_actor in self._pending_actors_to_attrs:
+                del self._pending_actors_to_attrs[tracked_actor]
+                self._pending_actors_to_enqueued_actor_tasks.pop(tracked_actor, None)
+                del self._lanes[tracked_actor]
+                return False
+        return super().remove_actor(tracked_actor, kill=kill, stop_future=stop_future)
+
+    def schedule_actor_task(
+        self,
+        tracked_actor: TrackedActor,
+        method_name: str,
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        on_result: Callable[[TrackedActor, Any], None] | None = None,
+        on_error: Callable[[TrackedActor, Exception], None] | None = None,
+        _return_future: bool = False,
+    ) -> ray.ObjectRef | None:
+        lane = self._lanes.get(tracked_actor)
+        trains = lane is not None and method_name in ("train", "train_buffered")
+        if not trains or tracked_actor.actor_id in self._failed_actor_ids:
+            return super().schedule_actor_task(
+                tracked_actor, method_name, args, kwargs, on_result, on_error, _return_future
+            )
+        assert lane is not None and lane.worker is not None
+        task = TrackedActorTask(tracked_actor, on_result=on_result, on_error=on_error)
+        if lane.worker.death is not None:
+            self._outcomes.append((task, lane.worker.death))
+        else:
+            self._requests[tracked_actor] = task
+        return None
+
+    def clear_actor_task_futures(self, tracked_actor: TrackedActor) -> None:
+        lane = self._lanes.get(tracked_actor)
+        if lane is not None:
+            self._requests.pop(tracked_actor, None)
+            if lane.worker is not None:
+                lane.worker.in_round.pop(tracked_actor, None)
+            kept = [(task, outcome) for task, outcome in self._outcomes if task._tracked_actor != tracked_actor]
+            if len(kept) < len(self._outcomes):
+                self._outcomes = deque(kept)
+        super().clear_actor_task_futures(tracked_actor)
+
+    # Events
+
+    def next(self, timeout: float | None = None) -> bool:
+        if self._try_kill_actor():
+            return True
+        self._try_start_actors()
+        if self._started:
+            tracked = self._started.popleft()
+            if tracked._on_start:
+                tracked._on_start(tracked)
+            return True
+        if self._outcomes and not self._pausing():
+            self._hand_out(*self._outcomes.popleft())
+            return True
+        # The controller had its chance to fill free lanes: it is asked before each call of next().
+        self._send_rounds()
+        return super().next(timeout)
+
+    def _hand_out(self, task: TrackedActorTask, outcome: Any) -> None:
+        if isinstance(outcome, RayTaskError):
+            self._actor_task_failed(task, outcome.as_instanceof_cause())
+        elif isinstance(outcome, RayActorError):
+            self._actor_task_failed(task, outcome)
+        else:
+            self._actor_task_resolved(task, outcome)
+
+    def _try_start_actors(self, max_actors: int | None = None) -> int:
+        started = super()._try_start_actors(max_actors=max_actors)
+        for worker in self._workers.values():
+            if worker.actor is None and worker.tracked in self._live_actors_to_ray_actors_resources:
+                worker.actor = self._live_actors_to_ray_actors_resources[worker.tracked][0]
+                self._packer.opened(worker.number)
+        plan = self._packer.schedule(keep_idle=self._more_trials_expected())
+        for number in plan.close:
+            self._close_worker(self._workers.pop(number))
+        for number, resource_request in plan.open:
+            self._open_worker(number, resource_request)  # type: ignore[arg-type]
+        for placement in plan.place:
+            self._start_lane(placement.trial, self._workers[placement.worker])  # type: ignore[arg-type]
+        return started
+
+    def _send_rounds(self) -> None:
+        asking: dict[_Worker, list[TrackedActor]] = {}
+        for tracked in self._requests:
+            worker = self._lanes[tracked].worker
+            assert worker is not None
+            asking.setdefault(worker, []).append(tracked)
+        if not asking:
+            return
+        busy = {
+            self._lanes[tracked].worker
+            for tracked, futures in self._tracked_actors_to_task_futures.items()
+            if tracked in self._lanes and any(f in self._actor_task_events._tracked_futures for f in futures)
+        }
+        busy.update(self._lanes[task._tracked_actor].worker for task, _ in self._outcomes)
+        for worker, lanes in asking.items():
+            if worker.ready and not worker.in_round and worker not in busy:
+                self._send_round(worker, lanes)
+
+    def _send_round(self, worker: _Worker, lanes: list[TrackedActor]) -> None:
+        worker.in_round = {tracked: self._requests.pop(tracked) for tracked in lanes}
+
+        def on_result(results: list[Any]) -> None:
+            tasks, worker.in_round = worker.in_round, {}
+            for tracked, result in zip(lanes, results, strict=True):
+                if tracked in tasks:  # else it was stopped in the meantime
+                    self._outcomes.append((tasks[tracked], result))
+
+        def on_error(error: Exception) -> None:
+            if not isinstance(error, RayTaskError):
+                self._lose_worker(worker, error)
+                return
+            tasks, worker.in_round = worker.in_round, {}
+            self._outcomes.extend((task, error) for task in tasks.values())
+
+        future = worker.send("round", [self._lanes[tracked].number for tracked in lanes])
+        self._actor_task_events.track_future(future, on_result=on_result, on_error=on_error)
+
+    # Lanes
+
+    def _start_lane(self, tracked: TrackedActor, worker: _Worker) -> None:
+        kind, kwargs, _ = self._pending_actors_to_attrs.pop(tracked)
+        if kind not in self._classes:
+            self._classes[kind] = (len(self._classes), ray.put(kind))
+        key, reference = self._classes[kind]
+        lane = self._lanes[tracked]
+        lane.worker = worker
+        config = dict(kwargs["config"])
+        if config.get(STDOUT_FILE) or config.get(STDERR_FILE):
+            self._say_once("log_to_file has no effect under HFTAPacker: the trials of a worker share its output.")
+        config[STDOUT_FILE] = config[STDERR_FILE] = None
+        worker.define(key, reference)
+        worker.send("create", lane.number, key, config, kwargs["storage"])
+        self._live_actors_to_ray_actors_resources[tracked] = (LaneHandle(lane), _NoResources())
+        self._enqueue_cached_actor_tasks(tracked)
+        self._started.append(tracked)
+
+    def _cleanup_actor(self, tracked_actor: TrackedActor) -> None:
+        if tracked_actor not in self._lanes:
+            super()._cleanup_actor(tracked_actor)
+            return
+        self._cleanup_actor_futures(tracked_actor)
+        self._live_actors_to_ray_actors_resources.pop(tracked_actor, None)
+        self._packer.remove(tracked_actor)
+        del self._lanes[tracked_actor]
+
+    def _try_kill_actor(self) -> bool:
+        for tracked in [tracked for tracked in self._live_actors_to_kill if tracked in self._lanes]:
+            self._live_actors_to_kill.remove(tracked)
+            handle, _ = self._live_actors_to_ray_actors_resources[tracked]
+            handle.stop.remote()
+            self._actor_stop_resolved(tracked)
+            return True
+        return super()._try_kill_actor()
+
+    # Workers
+
+    def _open_worker(self, number: int, resource_request: ResourceRequest) -> None:
+        if self._worker_class is None:
+            propagated = {name: os.environ[name] for name in ENV_VARS_TO_PROPAGATE if name in os.environ}
+            # Lightning must not fork in a Ray worker: ray issue 28197.
+            self._worker_class = ray.remote(
+                runtime_env={"env_vars": {"PL_DISABLE_FORK": "1", **propagated}}
+            )(WorkerActor)
+        head = {} if resource_request.head_bundle_is_empty else resource_request.bundles[0]
+        kwargs = {"lanes": self._packer.lanes, "cpus": head.get("CPU", 0), "gpus": head.get("GPU", 0)}
+
+        def on_start(tracked: TrackedActor) -> None:
+            worker.ready = True
+
+        def on_error(tracked: TrackedActor, error: Exception) -> None:
+            self._lose_worker(worker, error)
+
+        tracked = super().add_actor(
+            self._worker_class, kwargs, resource_request, on_start=on_start, on_error=on_error
+        )
+        worker = _Worker(number, tracked)
+        self._workers[number] = worker
+        self._worker_actors.add(tracked)
+
+    def _close_worker(self, worker: _Worker) -> None:
+        super().remove_actor(worker.tracked)
+        if worker.actor is None:
+            self._worker_actors.discard(worker.tracked)
+
+    def _lose_worker(self, worker: _Worker, error: Exception) -> None:
+        """A worker died: each of its trials fails once, and none is placed there again."""
+        if worker.death is not None:
+            return
+        worker.death = error if isinstance(error, RayActorError) else RayActorError(error_msg=str(error))
+        self._packer.lost(worker.number)
+        self._workers.pop(worker.number, None)
+        self._failed_actor_ids.add(worker.tracked.actor_id)
+        if worker.tracked in self._live_actors_to_ray_actors_resources:
+            super()._cleanup_actor(worker.tracked)
+        tasks = list(worker.in_round.values())
+        worker.in_round = {}
+        tasks += [task for tracked, task in self._requests.items() if self._lanes[tracked].worker is worker]
+        for task in tasks:
+            self._requests.pop(task._tracked_actor, None)
+            self._outcomes.append((task, worker.death))
+
+    def _actor_task_failed(self, tracked_actor_task: TrackedActorTask, exception: Exception) -> None:
+        lane = self._lanes.get(tracked_actor_task._tracked_actor)
+        if lane is not None and lane.worker is not None and isinstance(exception, RayActorError):
+            self._lose_worker(lane.worker, exception)
+        super()._actor_task_failed(tracked_actor_task, exception)
+
+    # What the controller counts: trials, not workers
+
+    @property
+    def live_actors(self) -> list[TrackedActor]:
+        return [a for a in self._live_actors_to_ray_actors_resources if a not in self._worker_actors]
+
+    @property
+    def pending_actors(self) -> list[TrackedActor]:
+        return [a for a in self._pending_actors_to_attrs if a not in self._worker_actors]
+
+    @property
+    def num_pending_actors(self) -> int:
+        requested = sum(worker.actor is None for worker in self._workers.values())
+        return len(self._pending_actors_to_attrs) - requested
+
+    def cleanup(self) -> None:
+        for tracked in self._lanes:
+            self._live_actors_to_ray_actors_resources.pop(tracked, None)
+            self._pending_actors_to_attrs.pop(tracked, None)
+        super().cleanup()
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            logger.warning(message)
+
+
+def _trainable_class(cls: Any) -> type:
+    """The class that the user wrote, of a Ray actor class."""
+    if isinstance(cls, ray.actor.ActorClass):
+        cls = cls.__ray_metadata__.modified_class
+    return getattr(cls, "__ray_actor_class__", cls)

@@ -1,0 +1,123 @@
+"""HFTAPacker: any Tune scheduler, with its trials packed into shared workers."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from ray.tune.experiment import Trial
+from ray.tune.schedulers import FIFOScheduler, ResourceChangingScheduler, TrialScheduler
+
+from hfta_tune.trainable import FusedTrainable
+from hfta_tune.tune._executor import LaneActorManager, pack_trials_of
+from hfta_tune.worker import check_hooks
+
+__all__ = ["HFTAPacker"]
+
+
+class HFTAPacker(TrialScheduler):
+    """Trains up to B trials of a FusedTrainable in one worker, fused where their models agree.
+
+    It decides where trials run; when they stop or pause is up to the scheduler that it wraps. A trial's
+    resources mean what they always meant, for one worker: the B trials in it share them. A trainable
+    that is no FusedTrainable runs as Tune always runs it.
+
+    Args:
+        base_scheduler: Any Tune scheduler; FIFO by default.
+        B: How many trials live in one worker.
+
+    Raises:
+        ValueError: if B is no positive integer.
+        TypeError: if base_scheduler is no scheduler instance.
+
+    Example:
+        >>> from ray.tune.schedulers import ASHAScheduler
+        >>> packer = HFTAPacker(base_scheduler=ASHAScheduler(metric="accuracy", mode="max"), B=32)
+        >>> packer.metric
+        'accuracy'
+    """
+
+    def __init__(self, base_scheduler: TrialScheduler | None = None, *, B: int = 8) -> None:
+        if isinstance(B, bool) or not isinstance(B, int) or B < 1:
+            raise ValueError(f"B, the number of trials in one worker, must be a positive integer but got {B!r}.")
+        if base_scheduler is not None and not isinstance(base_scheduler, TrialScheduler):
+            raise TypeError(
+                f"base_scheduler must be an instance of a Tune scheduler but got {base_scheduler!r}; "
+                "for example HFTAPacker(base_scheduler=ASHAScheduler())."
+            )
+        if isinstance(base_scheduler, (HFTAPacker, ResourceChangingScheduler)):
+            raise TypeError(
+                f"base_scheduler is a {type(base_scheduler).__name__}, which cannot be packed: the trials of a "
+                "worker share its resources. Pass the scheduler that it wraps."
+            )
+        super().__init__()
+        self._base_scheduler = base_scheduler if base_scheduler is not None else FIFOScheduler()
+        self._lanes = B
+        self._executor: weakref.ref[LaneActorManager] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_base_scheduler":
+            raise AttributeError(name)
+        return getattr(self._base_scheduler, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_executor": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    @property
+    def B(self) -> int:
+        """How many trials live in one worker."""
+        return self._lanes
+
+    @property
+    def base_scheduler(self) -> TrialScheduler:
+        """The scheduler that decides when trials stop and pause."""
+        return self._base_scheduler
+
+    @property
+    def metric(self) -> str | None:
+        """The metric that the wrapped scheduler watches."""
+        return self._base_scheduler.metric
+
+    @property
+    def supports_buffered_results(self) -> bool:
+        """Whether the wrapped scheduler does."""
+        return self._base_scheduler.supports_buffered_results
+
+    def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
+        return self._base_scheduler.set_search_properties(metric, mode, **spec)
+
+    def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
+        kind = trial.get_trainable_cls()
+        if isinstance(kind, type) and issubclass(kind, FusedTrainable):
+            check_hooks(kind)
+        self._executor = weakref.ref(pack_trials_of(tune_controller, self._lanes))
+        self._base_scheduler.on_trial_add(tune_controller, trial)
+
+    def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
+        self._base_scheduler.on_trial_error(tune_controller, trial)
+
+    def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
+        return self._base_scheduler.on_trial_result(tune_controller, trial, result)
+
+    def on_trial_complete(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> None:
+        self._base_scheduler.on_trial_complete(tune_controller, trial, result)
+
+    def on_trial_remove(self, tune_controller: Any, trial: Trial) -> None:
+        self._base_scheduler.on_trial_remove(tune_controller, trial)
+
+    def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
+        return self._base_scheduler.choose_trial_to_run(tune_controller)
+
+    def debug_string(self) -> str:
+        base = self._base_scheduler.debug_string()
+        executor = self._executor() if self._executor is not None else None
+        return base if executor is None else f"{base}\n{executor.summary()}"
+
+    def save(self, checkpoint_path: str) -> None:
+        self._base_scheduler.save(checkpoint_path)
+
+    def restore(self, checkpoint_path: str) -> None:
+        self._base_scheduler.restore(checkpoint_path)
