@@ -24,7 +24,7 @@ TRAIN_IMAGES = 1408
 SPLIT_SEED = 0
 
 MODELS = ("mlp", "cnn")
-WIDTHS = (64, 128)
+WIDTHS = (32, 64)
 DROPOUTS = (0.0, 0.2)
 
 

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from hfta_tune.fusion import FusionError, FusionWarning
-from hfta_tune.optuna import optimize
 from hfta_tune.trainable import FusedTrainable
-from hfta_tune.tune import HFTAPacker
 from hfta_tune.worker import Worker
 
+if TYPE_CHECKING:
+    from hfta_tune.optuna import optimize
+    from hfta_tune.tune import HFTAPacker
+
 __all__ = ["FusedTrainable", "FusionError", "FusionWarning", "HFTAPacker", "Worker", "optimize"]
+
+# The front ends are imported when they are first used: a worker process needs neither.
+_FRONT_ENDS = {"HFTAPacker": "hfta_tune.tune", "optimize": "hfta_tune.optuna"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FRONT_ENDS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_FRONT_ENDS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 __all__ = ["MISSING", "ConfigPath", "RecordingConfig", "lookup", "numbers_of", "plain"]
 
 ConfigPath: TypeAlias = tuple[Any, ...]
-"""Where a value stands in a nested config: ("optimizer", "lr")."""
+"""Where a value stands in a nested config: ("optimizer", "lr"). With MISSING at its end: whether it is there."""
 
 
 class _Missing:
@@ -47,22 +47,18 @@ class RecordingConfig(dict[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         if not super().__contains__(key):
-            self._on_read((*self._path, key), MISSING)
+            self._on_read((*self._path, key, MISSING), MISSING)
         return self._read(key, super().__getitem__(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
         if not super().__contains__(key):
-            self._on_read((*self._path, key), MISSING)
+            self._on_read((*self._path, key, MISSING), MISSING)
             return default
         return self[key]
 
     def __contains__(self, key: object) -> bool:
         present = super().__contains__(key)
-        if not present:
-            self._on_read((*self._path, key), MISSING)
-        else:
-            # The reader learns only that the key is there; where lanes differ in that, the value decides.
-            self._on_read((*self._path, key, MISSING), True)
+        self._on_read((*self._path, key, MISSING), True if present else MISSING)
         return present
 
     def _read_everything(self) -> dict[Any, Any]:

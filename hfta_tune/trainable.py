@@ -136,7 +136,7 @@ class FusedTrainable(Trainable):
         self.cleanup()
         self.setup(copy.deepcopy(new_config))
         if self._worker is not None:
-            self._join(self._worker, self._lane_name)
+            self._join(self._worker, self.trial_id)
         return True
 
     def cleanup(self) -> None:
@@ -152,10 +152,7 @@ class FusedTrainable(Trainable):
     def _own_worker(self) -> Worker:
         """The worker that hosts this trial; alone, one of its own."""
         if self._worker is None:
-            import torch
-
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            self._join(Worker(1, device=device), self.trial_id)
+            self._join(Worker(1), self.trial_id)
         assert self._worker is not None
         return self._worker
 

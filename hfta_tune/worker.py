@@ -79,7 +79,7 @@ class Worker:
 
     Args:
         lanes: B, the number of trials that live here at once.
-        device: Where to train; by default the CPU.
+        device: Where to train; by default the CUDA device if there is one, else the CPU.
 
     Raises:
         ValueError: if `lanes` is no positive integer.
@@ -89,7 +89,7 @@ class Worker:
         if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
             raise ValueError(f"lanes must be a positive integer but got {lanes!r}.")
         self.lanes = lanes
-        self.device = torch.device(device or "cpu")
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._trials: dict[str, _Trial] = {}
         self._arrays: dict[FusedArray, Any] = {}
         self._steps: dict[type, Steps] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -41,6 +42,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@functools.cache  # two classes, however alike, never share an array
 def fused(task: type[Task]) -> type[FusedTrainable]:
     return type(f"Fused{task.__name__}", (task, FusedTrainable), {})
 

@@ -49,6 +49,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str
         yield texts
 
 
+@functools.cache  # two classes, however alike, never share an array
 def fused(task: type[Task]) -> type[FusedTrainable]:
     return type(f"Fused{task.__name__}", (task, FusedTrainable), {})
 

@@ -44,7 +44,8 @@ class FusedArray:
     """Trains lanes whose models and optimizers have equal signatures.
 
     Strategies: "vmap" (stacked tensors, one call of the step for all lanes) and "lane by lane" (plain
-    PyTorch on each lane's own objects, one after the other), for training and evaluation apart.
+    PyTorch on each lane's own objects, one after the other), for training and evaluation apart. A single
+    lane has nothing to share, so it trains in plain PyTorch.
 
     Attributes:
         lanes: The lanes, in the order of their rows.
@@ -56,10 +57,18 @@ class FusedArray:
         self._stack: LaneStack | None = None
         self._template: Template | None = None
         self._optimizer: FusedOptimizer | None = None
-        self._vmap_training = fusible
-        self._vmap_evaluation = fusible
+        self._can_vmap_training = fusible
+        self._can_vmap_evaluation = fusible
         self._training_mode = True
         self._proven: set[Any] = set()
+
+    @property
+    def _vmap_training(self) -> bool:
+        return self._can_vmap_training and len(self.lanes) > 1
+
+    @property
+    def _vmap_evaluation(self) -> bool:
+        return self._can_vmap_evaluation and len(self.lanes) > 1
 
     @property
     def strategy(self) -> str:
@@ -80,16 +89,18 @@ class FusedArray:
             lane.detach_storage()
         self.lanes.extend(join)
         self._stack = self._optimizer = None
+        if not self._vmap_training:
+            self._unstack()
 
     def train_lane_by_lane(self) -> None:
         """Give up vmap for the training steps; each lane's own optimizer goes on from the stacked state."""
-        self._vmap_training = False
+        self._can_vmap_training = False
         self._unstack()
         self.set_mode(training=self._training_mode)
 
     def evaluate_lane_by_lane(self) -> None:
         """Give up vmap for the evaluation steps."""
-        self._vmap_evaluation = False
+        self._can_vmap_evaluation = False
         if not self._vmap_training:
             self._unstack()
         self.set_mode(training=self._training_mode)

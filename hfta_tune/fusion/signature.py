@@ -44,11 +44,13 @@ def model_signature(model: nn.Module) -> Signature:
     obstacle = None
     modules = []
     for name, module in model.named_modules(remove_duplicate=False):
-        carried = {"p", "inplace"} - {"inplace"} if type(module) in LANE_DROPOUTS else set()
+        carried = {"p"} if type(module) in LANE_DROPOUTS else set()
         attributes = []
         for attribute, value in sorted(vars(module).items()):
             if attribute in _TENSORS_AND_CHILDREN or attribute in carried:
                 continue
+            if "_hooks" in attribute and isinstance(value, dict):
+                value = list(value.values())  # their keys are running numbers of the process
             key = comparable(value, names)
             found = first_incomparable(key)
             if found is not None and obstacle is None:

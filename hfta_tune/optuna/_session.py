@@ -1,11 +1,12 @@
 """Our share of a study while `optimize` runs: the trials that run, how they end, and what the user sees.
 
-This is the only file that uses private names of Optuna (tried with 5.0). What a study needs in order
-to behave as under `study.optimize` has no public name: the flags that make `study.stop()` work and
-forbid nesting, the log line of a completed trial, the progress bar and the heartbeat.
+This is the only file that uses private names of Optuna (tried with 4.0 and 5.0). Some of what a study
+needs in order to behave as under `study.optimize` has no public name: the flags that make `study.stop()`
+work and forbid nesting, the progress bar and the heartbeat.
 """
 
 import copy
+import logging
 import math
 import time
 import warnings
@@ -163,7 +164,7 @@ class StudySession:
         # Only now, and not in a finally: an interrupted tell leaves the trial to _abandon.
         del self.running[str(trial.number)]
         if values is not None:
-            self._study._log_completed_trial(values, trial.number, trial.params)
+            self._log_completed(trial, values)
         elif state == TrialState.PRUNED:
             message = str(outcome)
             _logger.info(f"Trial {trial.number} was pruned{': ' if message else '.'}{message}")
@@ -177,6 +178,25 @@ class StudySession:
                 f"Trial {trial.number} failed, with the parameters {trial.params}: "
                 f"its final value is {', '.join(map(str, outcome))}."
             )
+
+    def _log_completed(self, trial: optuna.Trial, values: list[float]) -> None:
+        if not _logger.isEnabledFor(logging.INFO):
+            return  # Looking up the best trial costs something.
+        names = self._study.metric_names
+        shown = values if names is None else dict(zip(names, values, strict=True))
+        if len(values) > 1:
+            _logger.info(f"Trial {trial.number} finished with values {shown} and parameters {trial.params}.")
+            return
+        best = ""
+        try:
+            best_trial = self._study.best_trial
+            best = f" Best is trial {best_trial.number} with value {best_trial.value}."
+        except ValueError:
+            pass  # No trial that is complete meets the study's constraints.
+        _logger.info(
+            f"Trial {trial.number} finished with value {values[0] if names is None else shown} "
+            f"and parameters {trial.params}.{best}"
+        )
 
     def _after_tell(self, trial: optuna.Trial) -> None:
         if self._callbacks:

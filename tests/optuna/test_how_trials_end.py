@@ -412,10 +412,14 @@ class TestLimits:
         hfta_tune.optimize(study, line, space, n_trials=2, epochs=1, B=16)
         assert states(study) == [COMPLETE] * 2
 
-    def test_second_call_adds_trials(self, study: optuna.Study, line: Any) -> None:
-        for _ in range(2):
-            hfta_tune.optimize(study, line, space, n_trials=3, epochs=1, B=2)
-        assert states(study) == [COMPLETE] * 6
+    def test_second_call_adds_trials_even_after_stop(self, study: optuna.Study, line: Any) -> None:
+        def stop(study: optuna.Study, trial: FrozenTrial) -> None:
+            study.stop()
+
+        hfta_tune.optimize(study, line, space, n_trials=3, epochs=1, B=2, callbacks=[stop])
+        assert states(study) == [COMPLETE] * 2
+        hfta_tune.optimize(study, line, space, n_trials=3, epochs=1, B=2)
+        assert states(study) == [COMPLETE] * 5
 
     def test_enqueued_trials_first(self, study: optuna.Study, line: Any) -> None:
         study.enqueue_trial({"lr": 0.02})
@@ -434,8 +438,23 @@ class TestWhatTheUserSees:
             study, line, lambda trial: {"lr": trial.suggest_float("lr", 0, 1e6)}, n_trials=2, epochs=3, B=2
         )
         assert states(study) == [COMPLETE, PRUNED]
-        assert any("Trial 0 finished with value" in message for message in optuna_log.messages)
+        value = study.trials[0].value
+        assert any(
+            f"Trial 0 finished with value {value} and parameters {{'lr': 0.1}}." in message
+            and f"Best is trial 0 with value {value}." in message
+            for message in optuna_log.messages
+        )
         assert any("Trial 1 was pruned: epoch 1 of 3" in message for message in optuna_log.messages)
+
+    def test_log_of_several_directions(self, digits: Any, optuna_log: pytest.LogCaptureFixture) -> None:
+        study = optuna.create_study(directions=["minimize", "maximize"])
+        study.set_metric_names(["loss", "share"])
+        study.enqueue_trial(digits.configs(1)[0])
+        hfta_tune.optimize(
+            study, digits.trainable, digits.suggest, n_trials=1, epochs=1, metric=("val_loss", "accuracy")
+        )
+        loss, share = study.trials[0].values
+        assert f"Trial 0 finished with values {{'loss': {loss}, 'share': {share}}} and" in optuna_log.text
 
     def test_verbosity_of_optuna_governs(
         self, study: optuna.Study, line: Any, optuna_log: pytest.LogCaptureFixture

@@ -109,8 +109,8 @@ def test_median_pruner_many_lanes(digits: Any, monkeypatch: pytest.MonkeyPatch) 
     """The acceptance: 64 trials, B=16, MedianPruner.
 
     What MedianPruner decides depends on which trials are complete by then, so B lanes cannot prune what a
-    one-at-a-time study prunes. Replayed instead: the observed order of events in a fresh study whose values are
-    the plain PyTorch ones. MedianPruner must decide there as it did here, in every epoch of every trial.
+    one-at-a-time study prunes. Replayed instead: the observed order of events in a fresh study whose values
+    are the plain PyTorch ones. MedianPruner must decide there as it did here, in every epoch of every trial.
     """
     B = 16
     monkeypatch.setattr(RecordingWorker, "rounds", [], raising=False)
@@ -135,7 +135,7 @@ def test_median_pruner_many_lanes(digits: Any, monkeypatch: pytest.MonkeyPatch) 
     )
     rounds = RecordingWorker.rounds
 
-    # Refill: until the last trial was asked for, every round had B lanes in use, so who left was replaced at once.
+    # Refill: until the last trial was asked for, every round had B lanes in use: who left was replaced at once.
     assert [number for number, _ in asked] == list(range(N_TRIALS))
     last_ask = asked[-1][1]
     assert all(len(lanes) == B for lanes in rounds[:last_ask])
