@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hfta_tune._guard import same_value, watched_self
 from hfta_tune._recording import ConfigPath, RecordingConfig, lookup
-from hfta_tune.fusion import FusionError, FusionWarning, comparable
+from hfta_tune.fusion import FusionError, comparable
 
 __all__ = ["Data", "DataCache"]
 
@@ -46,11 +45,15 @@ class Data:
 
 
 class DataCache:
-    """Hands out one `Data` to all trials whose loader hooks read equal values."""
+    """Hands out one `Data` to all trials whose loader hooks read equal values.
 
-    def __init__(self) -> None:
+    Args:
+        warn: Says something to the user, once.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
         self._known: list[Data] = []
-        self._said: set[tuple[type, str]] = set()
+        self._warn = warn
 
     def get(self, name: str, trainable: Any, config: Mapping[Any, Any], in_use: list[Data]) -> Data:
         """Return the loaders of a trial, built now if no earlier ones serve.
@@ -80,8 +83,7 @@ class DataCache:
                 return value
 
             def on_read_all(hook: str = hook) -> None:
-                self._say_once(
-                    type(trainable),
+                self._warn(
                     f"{hook} of {type(trainable).__name__} reads its whole config (it iterates over it or "
                     "copies it), so only trials with equal configs can share an array and a data set. "
                     "Read single keys instead.",
@@ -95,11 +97,6 @@ class DataCache:
             elif loader is not None:
                 data.validation = _checked(loader, hook, name)
         return data
-
-    def _say_once(self, kind: type, message: str) -> None:
-        if (kind, message) not in self._said:
-            self._said.add((kind, message))
-            warnings.warn(message, FusionWarning, stacklevel=2)
 
 
 def _checked(loader: Any, hook: str, name: str) -> Iterable[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from hfta_tune._guard import shared_self
 from hfta_tune._recording import MISSING, ConfigPath, RecordingConfig, lookup
-from hfta_tune.fusion import FusedArray, FusionWarning, Lane, LanesDiffer, comparable
+from hfta_tune.fusion import FusedArray, Lane, LanesDiffer, comparable
 
 __all__ = ["Steps", "dotted"]
 
@@ -26,16 +25,17 @@ class Steps:
     Attributes:
         kind: The FusedTrainable class.
         owners: The trainable and the config of each lane.
+        warn: Says something to the user, once.
         keys: The keys that joined the signature.
         numbers: The keys that were read as tensors since `numbers` was last cleared.
     """
 
     kind: type
     owners: Mapping[Lane, tuple[Any, Mapping[Any, Any]]]
+    warn: Callable[[str], None]
     keys: set[ConfigPath] = field(default_factory=set)
     numbers: set[ConfigPath] = field(default_factory=set)
     _trying: frozenset[ConfigPath] = frozenset()
-    _said: set[str] = field(default_factory=set)
 
     def training(self, lanes: Sequence[Lane], model: nn.Module, batch: Any, values: Mapping[Any, Tensor]) -> Any:
         """Call training_step for `lanes`."""
@@ -67,7 +67,7 @@ class Steps:
                 self._trying = frozenset()
             self.keys |= candidate
             listed = ", ".join(f"config[{dotted(path)!r}]" for path in sorted(candidate, key=repr))
-            self._say_once(
+            self.warn(
                 f"{step.__name__}_step of {self.kind.__name__} turns {listed} into a Python number, so only "
                 "trials with equal values of it share an array. Use it in tensor arithmetic to let it differ."
             )
@@ -94,7 +94,7 @@ class Steps:
             return value
 
         def on_read_all() -> None:
-            self._say_once(
+            self.warn(
                 f"{hook} of {self.kind.__name__} reads its whole config (it iterates over it or copies it), so "
                 "only trials that agree in every value that is no float share an array. Read single keys instead."
             )
@@ -104,11 +104,6 @@ class Steps:
         if len(lanes) > 1:
             trainable = shared_self([t for t, _ in owners], [lane.name for lane in lanes], hook, config)
         return getattr(self.kind, hook)(trainable, model, batch, config)
-
-    def _say_once(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            warnings.warn(message, FusionWarning, stacklevel=2)
 
 
 def dotted(path: ConfigPath) -> str:

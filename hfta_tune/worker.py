@@ -94,7 +94,7 @@ class Worker:
         self._arrays: dict[FusedArray, Any] = {}
         self._steps: dict[type, Steps] = {}
         self._owners: dict[Lane, tuple[Any, Mapping[Any, Any]]] = {}
-        self._loaders = DataCache()
+        self._loaders = DataCache(self._warn_once)
         self._said: set[str] = set()
 
     @property
@@ -163,7 +163,7 @@ class Worker:
             )
         lane = Lane(f"trial {trial_id}", model, optimizer, scheduler, numbers_of(config))
         self._owners[lane] = (trainable, config)
-        self._steps.setdefault(type(trainable), Steps(type(trainable), self._owners))
+        self._steps.setdefault(type(trainable), Steps(type(trainable), self._owners, self._warn_once))
         self._trials[trial_id] = _Trial(
             trial_id,
             trainable,
@@ -319,7 +319,7 @@ class Worker:
                 obstacle = self._obstacle(members[0])
                 array = FusedArray(self.device, fusible=obstacle is None)
                 self._arrays[array] = key
-                if obstacle is not None and self.lanes > 1:
+                if obstacle is not None:
                     self._warn_once(f"{type(members[0].trainable).__name__} trains lane by lane: {obstacle}.")
             array.change_lanes(join=[member.lane for member in members])
             for member in members:
@@ -518,11 +518,11 @@ class Worker:
             )
 
     def _say_fallback(self, array: FusedArray, kind: type, what: str, failure: VmapFailed) -> None:
-        if self.lanes > 1 and any(lane.error is None for lane in array.lanes):
+        if any(lane.error is None for lane in array.lanes):
             self._warn_once(f"{kind.__name__} {what} lane by lane: vmap stopped at {failure}")
 
     def _warn_once(self, message: str) -> None:
-        if message not in self._said:
+        if self.lanes > 1 and message not in self._said:  # alone there is nothing to lose
             self._said.add(message)
             warnings.warn(message, FusionWarning, stacklevel=3)
 
