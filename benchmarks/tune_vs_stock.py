@@ -32,7 +32,7 @@ sys.path.insert(0, str(EXAMPLES))
 import digits  # noqa: E402
 from digits_tune import start_ray  # noqa: E402
 
-from hfta_tune import HFTAPacker, __version__  # noqa: E402
+from hfta_tune import HFTAPacker  # noqa: E402
 
 
 class PlainDigits(tune.Trainable):
@@ -216,17 +216,15 @@ def main() -> None:
     if args.out:
         RESULTS.mkdir(exist_ok=True)
         path = RESULTS / f"{args.out}.json"
-        versions = {
-            "hfta_tune": __version__,
-            "torch": torch.__version__,
-            "ray": ray.__version__,
-            "python": platform.python_version(),
-        }
         record = {
             "command": vars(args),
             "date": time.strftime("%Y-%m-%d"),
             "cpus_of_the_machine": os.cpu_count(),
-            "versions": versions,
+            "versions": {
+                "torch": torch.__version__,
+                "ray": ray.__version__,
+                "python": platform.python_version(),
+            },
             "rows": rows,
         }
         path.write_text(json.dumps(record, indent=2) + "\n")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import digits
 import optuna
 import torch
 import torch.nn.functional as F
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from hfta_tune import optimize
 
@@ -59,12 +60,11 @@ def plain_objective(trial: optuna.Trial, model_choice: str, epochs: int) -> floa
     return accuracy
 
 
-def create_study(seed: int) -> optuna.Study:
-    return optuna.create_study(
-        direction="maximize",
-        sampler=optuna.samplers.TPESampler(seed=seed),
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=5),
-    )
+def create_study(args: argparse.Namespace) -> optuna.Study:
+    # MedianPruner knows only complete trials, so it cannot judge those that start first, all together.
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=args.lanes, n_warmup_steps=5)
+    sampler = optuna.samplers.TPESampler(seed=args.seed)
+    return optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner)
 
 
 def epochs_of(study: optuna.Study) -> int:
@@ -79,11 +79,11 @@ def print_best(study: optuna.Study, count: int = 5) -> None:
     digits.print_table([*header, "accuracy"], rows)
 
 
-def print_agreement(fused: optuna.Study, plain: optuna.Study) -> None:
-    """Prints how far the values of the same trials lie apart, over the epochs that both trained."""
+def print_agreement(fused: Sequence[FrozenTrial], plain: Sequence[FrozenTrial]) -> None:
+    """Prints how far the values of the same trials lie apart, over the epochs that both runs trained."""
     differences = [
         abs(value - other.intermediate_values[epoch])
-        for trial, other in zip(plain.trials, fused.trials, strict=False)
+        for trial, other in zip(plain, fused, strict=True)
         if trial.params["dropout"] == 0
         for epoch, value in trial.intermediate_values.items()
         if epoch in other.intermediate_values
@@ -100,7 +100,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", choices=[*digits.MODELS, "both"], default="both")
     parser.add_argument("--trials", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--lanes", type=int, default=32, help="B, the trials that train at once")
+    parser.add_argument("--lanes", type=int, default=16, help="B, the trials that train at once")
     parser.add_argument("--cpus", type=int, default=2, help="threads that torch may use")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampler, not of the trials")
     parser.add_argument(
@@ -122,7 +122,7 @@ def main() -> None:
     torch.set_num_threads(args.cpus)
 
     print(f"hfta_tune: {args.trials} trials of up to {args.epochs} epochs, {args.lanes} lanes.")
-    fused = create_study(args.seed)
+    fused = create_study(args)
     start = time.perf_counter()
     optimize(
         fused,
@@ -139,9 +139,11 @@ def main() -> None:
     print_best(fused)
 
     if args.compare:
-        print(f"\nstudy.optimize: the first {args.compare_trials} of the same trials, one after the other.\n")
-        plain = create_study(args.seed)
-        for trial in fused.trials[: args.compare_trials]:
+        print(f"\nstudy.optimize: {args.compare_trials} of the same trials, one after the other.\n")
+        # Evenly spread, since the sampler's later trials are of other models and widths than its first.
+        chosen = [fused.trials[i * args.trials // args.compare_trials] for i in range(args.compare_trials)]
+        plain = create_study(args)
+        for trial in chosen:
             plain.enqueue_trial(trial.params)
         start = time.perf_counter()
         plain.optimize(
@@ -157,7 +159,7 @@ def main() -> None:
         ]
         digits.print_table(["", "trials", "epochs", "seconds", "seconds a trial", "ms an epoch"], rows)
         print(f"\nhfta_tune is {rows[1][-1] / rows[0][-1]:.1f} times as fast an epoch of one trial.")
-        print_agreement(fused, plain)
+        print_agreement(chosen, plain.trials)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ Config = dict[str, Any]
 
 CLASSES = 3
 BATCH = 16
-TRAIN_SAMPLES = 40  # batches of 16, 16 and 8: the mean of a round must weigh them
-VAL_SAMPLES = 24
+TRAIN_SAMPLES = 24  # batches of 16 and 8: the mean of a round must weigh them
+VAL_SAMPLES = 20
 STEPS_A_ROUND = math.ceil(TRAIN_SAMPLES / BATCH)
 
 
@@ -117,7 +117,8 @@ def assert_same(
     if isinstance(expected, Tensor):
         assert isinstance(actual, Tensor), f"{where}: {type(actual).__name__} instead of a tensor"
         # RMSprop's momentum holds numbers of 10 and more: there rounding is of that size too.
-        scale = max(1.0, float(expected.abs().max())) if expected.is_floating_point() and expected.numel() else 1.0
+        floating = expected.is_floating_point() and expected.numel() > 0
+        scale = max(1.0, float(expected.abs().max())) if floating else 1.0
         torch.testing.assert_close(
             actual, expected, rtol=rtol, atol=atol * scale, msg=lambda text: f"{where}: {text}"
         )
@@ -144,7 +145,7 @@ def assert_same(
 
 
 def _present(mapping: dict[Any, Any]) -> dict[Any, Any]:
-    """Leaves out what torch itself sometimes writes and sometimes does not: no entry, None, or an empty one."""
+    """Leaves out None and empty entries, which torch writes in some cases and not in others."""
     return {key: value for key, value in mapping.items() if value is not None and value != {}}
 
 
@@ -156,8 +157,10 @@ def assert_like(state: dict[str, Any], expected: Snapshot, where: str) -> None:
 
 
 class DampedMomentum(torch.optim.Optimizer):
-    """An optimizer that nobody else has. It divides by a norm over ALL its parameters, so that it goes wrong at
-    once where it is shown more lanes than one; and it counts its steps in a Python int, as many do.
+    """An optimizer that nobody else has.
+
+    It divides by a norm over ALL its parameters, so that it goes wrong at once where it is shown more
+    lanes than one; and it counts its steps in a Python int, as many do.
     """
 
     def __init__(
@@ -238,6 +241,10 @@ def _one_cycle(optimizer: torch.optim.Optimizer, c: Config) -> lr_scheduler.LRSc
     )
 
 
+def _cosine(optimizer: torch.optim.Optimizer, c: Config) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.CosineAnnealingLR(optimizer, T_max=4, eta_min=0.1 * optimizer.defaults["lr"])
+
+
 def _plateau(optimizer: torch.optim.Optimizer, c: Config) -> lr_scheduler.LRScheduler:
     return lr_scheduler.ReduceLROnPlateau(optimizer, factor=c["gamma"], patience=0, threshold=c["threshold"])
 
@@ -255,16 +262,13 @@ OPTIMIZERS: dict[str, Callable[[Any, Config], torch.optim.Optimizer]] = {
 SCHEDULES: dict[str, tuple[Callable[[torch.optim.Optimizer, Config], Any], dict[str, Any]]] = {
     "constant": (lambda optimizer, c: None, {}),
     "step": (lambda optimizer, c: lr_scheduler.StepLR(optimizer, step_size=1, gamma=c["gamma"]), {}),
-    "cosine": (
-        lambda optimizer, c: lr_scheduler.CosineAnnealingLR(optimizer, T_max=4, eta_min=0.1 * optimizer.defaults["lr"]),
-        {},
-    ),
+    "cosine": (_cosine, {}),
     "onecycle": (_one_cycle, {"lr_scheduler_interval": "step"}),
     "plateau": (_plateau, {"lr_scheduler_monitor": "val_loss"}),
 }
 
-# eps stays well above rounding: the gradient of a bias that has no effect (the keys' in attention) is rounding noise,
-# which Adam with a tiny eps blows up to steps of full size, in any two programs that add in different orders.
+# eps stays well above rounding. The gradient of a bias that has no effect (the keys' in attention) is rounding
+# noise, which Adam with a tiny eps blows up to full steps, other ones in each program that adds in another order.
 LANES: list[Config] = [
     dict(seed=1, lr=0.02, momentum=0.9, beta1=0.9, beta2=0.99, eps=1e-3, weight_decay=0.0, scale=0.5)
     | dict(gamma=0.5, pct_start=0.3, threshold=0.5),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,6 +43,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
 @functools.cache  # two classes, however alike, never share an array
 def fused(task: type[Task]) -> type[FusedTrainable]:
     return type(f"Fused{task.__name__}", (task, FusedTrainable), {})
@@ -64,8 +70,8 @@ def losses(worker: Worker, trial: str, rounds: int) -> list[float]:
     return collected
 
 
-# Everything by hand, as a user without hfta_tune would: the model, the optimizer and the schedule of the config,
-# three load_state_dict, and a loop.
+# Everything by hand, as a user without hfta_tune would: the model, the optimizer and the schedule of the
+# config, three load_state_dict, and a loop. One process goes through all cases, for importing torch takes longer.
 SCRIPT = """
 import json, sys
 
@@ -73,69 +79,86 @@ import torch
 
 import reference
 
-directory, lane, model, optimizer, schedule = sys.argv[1:]
-config = reference.LANES[int(lane)]
-task = reference.compose(model, optimizer, schedule)()
-interval = getattr(task, "lr_scheduler_interval", "epoch")
-monitor = getattr(task, "lr_scheduler_monitor", None)
 
-checkpoint = torch.load(f"{directory}/checkpoint.pt", weights_only=True)
-model = task.build_model(config)
-model.load_state_dict(checkpoint["model"])
-optimizer = task.build_optimizer(model, config)
-scheduler = task.build_lr_scheduler(optimizer, config)
-optimizer.load_state_dict(checkpoint["optimizer"])
-if scheduler is not None:
-    scheduler.load_state_dict(checkpoint["lr_scheduler"])
+def go_on(case, lane, directory):
+    config = reference.LANES[lane]
+    task = reference.compose(*case)()
+    interval = getattr(task, "lr_scheduler_interval", "epoch")
+    monitor = getattr(task, "lr_scheduler_monitor", None)
 
-losses = []
-for epoch in range(checkpoint["epoch"], checkpoint["epoch"] + 2):
-    model.train()
-    total = samples = 0
-    for x, y in task.train_dataloader(config):
-        optimizer.zero_grad()
-        loss = task.training_step(model, (x, y), config)
-        loss.backward()
-        optimizer.step()
-        if scheduler is not None and interval == "step":
-            scheduler.step()
-        total += loss.item() * len(x)
-        samples += len(x)
-    losses.append(total / samples)
-    model.eval()
-    total = samples = 0
-    with torch.no_grad():
-        for x, y in task.val_dataloader(config):
-            total += task.validation_step(model, (x, y), config)["val_loss"].item() * len(x)
+    checkpoint = torch.load(f"{directory}/checkpoint.pt", weights_only=True)
+    model = task.build_model(config)
+    model.load_state_dict(checkpoint["model"])
+    optimizer = task.build_optimizer(model, config)
+    scheduler = task.build_lr_scheduler(optimizer, config)
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    if scheduler is not None:
+        scheduler.load_state_dict(checkpoint["lr_scheduler"])
+
+    losses = []
+    for epoch in range(checkpoint["epoch"], 4):
+        model.train()
+        total = samples = 0
+        for x, y in task.train_dataloader(config):
+            optimizer.zero_grad()
+            loss = task.training_step(model, (x, y), config)
+            loss.backward()
+            optimizer.step()
+            if scheduler is not None and interval == "step":
+                scheduler.step()
+            total += loss.item() * len(x)
             samples += len(x)
-    if scheduler is not None and interval == "epoch":
-        scheduler.step(*[total / samples] if monitor else [])
+        losses.append(total / samples)
+        model.eval()
+        total = samples = 0
+        with torch.no_grad():
+            for x, y in task.val_dataloader(config):
+                total += task.validation_step(model, (x, y), config)["val_loss"].item() * len(x)
+                samples += len(x)
+        if scheduler is not None and interval == "epoch":
+            scheduler.step(*[total / samples] if monitor else [])
+    return losses
 
+
+print(json.dumps([go_on(*job) for job in json.loads(sys.argv[1])]))
 assert not [name for name in sys.modules if name.startswith(("hfta_tune", "ray", "optuna"))]
-print(json.dumps({"epoch": checkpoint["epoch"], "losses": losses}))
 """
 
 
-@pytest.mark.parametrize(("model", "optimizer", "schedule"), CASES)
-def test_goes_on_in_a_script_without_hfta_tune(
-    model: str, optimizer: str, schedule: str, tmp_path: Path
-) -> None:
+@functools.cache
+def trained_on_without_hfta_tune(directory: Path) -> dict[tuple[str, ...], tuple[list[float], list[float]]]:
+    """For each case the losses of rounds 3 and 4: of the trial that went on in its array, and of the script."""
     lane = 2
-    worker = start(reference.compose(model, optimizer, schedule), LANES)
-    losses(worker, TRIALS[lane], 2)
-    worker.save(TRIALS[lane], tmp_path)
-    script = tmp_path / "script.py"
+    in_array, jobs = [], []
+    for case in CASES:
+        worker = start(reference.compose(*case.values), LANES)
+        losses(worker, TRIALS[lane], 2)
+        saved = directory / str(case.id)
+        saved.mkdir()
+        worker.save(TRIALS[lane], saved)
+        in_array.append(losses(worker, TRIALS[lane], 2))
+        jobs.append((case.values, lane, str(saved)))
+    script = directory / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), str(lane), model, optimizer, schedule],
-        env={"PYTHONPATH": str(Path(reference.__file__).parent), "OMP_NUM_THREADS": "1"},
+        [sys.executable, str(script), json.dumps(jobs)],
+        env=os.environ | {"PYTHONPATH": str(Path(reference.__file__).parent), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    expected = {"epoch": 2, "losses": losses(worker, TRIALS[lane], 2)}
-    assert_same(json.loads(done.stdout), expected, TRIALS[lane])
+    both = zip(in_array, json.loads(done.stdout), strict=True)
+    return dict(zip([case.values for case in CASES], both, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("model", "optimizer", "schedule"), CASES)
+def test_goes_on_in_a_script_without_hfta_tune(
+    model: str, optimizer: str, schedule: str, directory: Path
+) -> None:
+    in_array, alone = trained_on_without_hfta_tune(directory)[model, optimizer, schedule]
+    assert len(in_array) == 2
+    assert_same(alone, in_array, "losses")
 
 
 @pytest.mark.parametrize(("model", "optimizer", "schedule"), CASES)
@@ -201,7 +224,7 @@ def test_a_lane_goes_back_to_its_checkpoint(model: str, optimizer: str, schedule
 
 
 def test_a_lane_takes_over_from_another() -> None:
-    """What a scheduler does that clones a good trial: two lanes with one past, and then futures of their own."""
+    """As a scheduler does that clones a good trial: two lanes with one past."""
     task = reference.compose("cnn", "adam", "step")
     worker = start(task, LANES[:3])
     worker.run_round()
@@ -315,15 +338,14 @@ def test_a_state_has_no_lane_before_its_first_round() -> None:
     assert state["epoch"] == 0 and not state["optimizer"]["state"]
 
 
-def test_saving_makes_its_directory_and_writes_over_what_is_there(tmp_path: Path) -> None:
+def test_saving_writes_over_what_is_there(tmp_path: Path) -> None:
     task = reference.compose("mlp", "adam", "step")
     expected = reference.train(task(), LANES[0], 2)
     worker = start(task, LANES)
     worker.run_round()
-    directory = tmp_path / "new" / "checkpoint_000001"
-    worker.save("ada", directory)
+    worker.save("ada", tmp_path)
     worker.run_round()
-    worker.save("ada", str(directory))
-    loaded = torch.load(directory / "checkpoint.pt", weights_only=True)
+    worker.save("ada", str(tmp_path))
+    loaded = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert_like(loaded, expected[1], "ada")
     assert loaded["epoch"] == 2

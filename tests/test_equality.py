@@ -110,9 +110,7 @@ def assert_one_array(worker: Worker, trials: Iterable[str], strategy: str = "vma
 
 # The table of the models, optimizers and schedules that a fused run promises to be equal for.
 
-TABLE = [
-    pytest.param(*line, id="-".join(line)) for line in itertools.product(MODELS, OPTIMIZERS, SCHEDULES)
-]
+TABLE = [pytest.param(*line, id="-".join(line)) for line in itertools.product(MODELS, OPTIMIZERS, SCHEDULES)]
 
 
 @functools.cache
@@ -120,8 +118,9 @@ def alone_in_table(model: str, optimizer: str, schedule: str, lane: int) -> list
     return reference.train(reference.compose(model, optimizer, schedule)(), LANES[lane], ROUNDS)
 
 
-@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("model", "optimizer", "schedule"), TABLE)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("error")
 def test_table_of_full_arrays(model: str, optimizer: str, schedule: str) -> None:
     worker = start(reference.compose(model, optimizer, schedule), LANES)
     for r in range(ROUNDS):
@@ -132,8 +131,9 @@ def test_table_of_full_arrays(model: str, optimizer: str, schedule: str) -> None
             assert_lane(worker, trial, results[trial], expected, f"round {r + 1}")
 
 
-@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("model", "optimizer", "schedule"), TABLE)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("error")
 def test_table_of_arrays_that_lanes_join_and_leave(model: str, optimizer: str, schedule: str) -> None:
     expected = functools.partial(alone_in_table, model, optimizer, schedule)
     task = reference.compose(model, optimizer, schedule)
@@ -141,7 +141,7 @@ def test_table_of_arrays_that_lanes_join_and_leave(model: str, optimizer: str, s
     run_round(worker)
     add(worker, "dee", fused(task), LANES[3])
     results = run_round(worker)
-    assert_one_array(worker, ["ada", "bob", "cyd"] + ["dee"])
+    assert_one_array(worker, TRIALS)
     assert_lane(worker, "ada", results["ada"], expected(0)[1], "at its leaving")
     assert_lane(worker, "dee", results["dee"], expected(3)[0], "in the round it joined in")
     worker.remove("ada")
@@ -371,7 +371,9 @@ class Frozen(Task):
 
 class FrozenAndLeftOut(Frozen):
     def build_optimizer(self, model: nn.Module, config: Config) -> torch.optim.Optimizer:
-        return torch.optim.Adagrad([p for p in model.parameters() if p.requires_grad], lr=config["lr"], eps=1e-2)
+        return torch.optim.Adagrad(
+            [p for p in model.parameters() if p.requires_grad], lr=config["lr"], eps=1e-2
+        )
 
 
 class OptimizedInPart(Task):
@@ -406,7 +408,7 @@ class Tied(Task):
 
 
 class UnusedModel(nn.Module):
-    """`spare` gets no gradient ever, `late` only in some batches: torch skips a parameter whose grad is None."""
+    """`spare` never gets a gradient, `late` in some batches only: torch skips what has no grad."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -501,6 +503,12 @@ def test_tied_and_unused_parameters(task: type[Task], optimizer: str) -> None:
     assert_one_array(assert_equal_to_alone(case, LANES), TRIALS)
 
 
+def test_attention_is_trained_without_a_word(messages: Callable[[], list[str]]) -> None:
+    """torch would have the user file an issue with PyTorch, because of what the engine does underneath."""
+    run_round(start(reference.compose("transformer", "adam", "constant"), LANES))
+    assert messages() == []
+
+
 def test_tied_parameters_stay_tied() -> None:
     worker = start(type("Tied", (Tied,), {"optimizer_name": "adam"}), LANES)
     run_round(worker)
@@ -558,6 +566,20 @@ def test_forward_hooks_are_part_of_a_model() -> None:
             return model
 
     assert_equal_to_alone(Hooked, lanes_with(scale=[1.0, 2.0, 3.0]))
+
+
+def test_trials_share_a_frozen_part() -> None:
+    """Loaded once and kept, as people do with what is large: it is one object in all the lanes' models."""
+    torch.manual_seed(0)
+    backbone = nn.Sequential(nn.Linear(6, 8), nn.Tanh()).requires_grad_(False)
+    before = {name: tensor.clone() for name, tensor in backbone.state_dict().items()}
+
+    class Shared(Task):
+        def build_model(self, config: Config) -> nn.Module:
+            return nn.Sequential(backbone, nn.Linear(8, reference.CLASSES))
+
+    assert_equal_to_alone(Shared, LANES)
+    assert_same(backbone.state_dict(), before, "backbone", rtol=0, atol=0)
 
 
 def test_float64_models() -> None:
@@ -641,7 +663,8 @@ UNFUSIBLE: dict[str, tuple[type[Task], str]] = {
 def test_what_vmap_cannot_do_runs_lane_by_lane(case: str, messages: Callable[[], list[str]]) -> None:
     task, named = UNFUSIBLE[case]
     worker = assert_equal_to_alone(task, LANES)
-    assert_one_array(worker, TRIALS, "lane by lane")
+    assert set(arrays(worker).values()) == {"lane by lane"}
+    assert sorted(itertools.chain(*arrays(worker))) == TRIALS
     [told] = messages()
     assert re.search(named, told, re.IGNORECASE), told
 
@@ -668,8 +691,7 @@ def test_parametrized_modules() -> None:
 def test_vmap_fails_in_evaluation_only(messages: Callable[[], list[str]]) -> None:
     class EvaluatesByBranch(Task):
         def validation_step(self, model: nn.Module, batch: Any, config: Config) -> Any:
-            x, y = batch
-            logits = model(x)
+            logits = model(batch[0])
             return {"sure": 1.0 if logits.softmax(-1).amax() > 0.6 else 0.0, "mean": logits.mean()}
 
     assert_equal_to_alone(EvaluatesByBranch, LANES)
@@ -868,7 +890,9 @@ def test_floats_made_python_numbers_join_the_signature(
     task: type[Task], messages: Callable[[], list[str]]
 ) -> None:
     worker = assert_equal_to_alone(task, SMOOTHED)
-    assert all(len({SMOOTHED[TRIALS.index(t)]["smoothing"] for t in trials}) == 1 for trials in arrays(worker))
+    assert all(
+        len({SMOOTHED[TRIALS.index(t)]["smoothing"] for t in trials}) == 1 for trials in arrays(worker)
+    )
     assert {"bob", "dee"} in [set(trials) for trials in arrays(worker)]
     [told] = messages()
     assert "smoothing" in told
@@ -1034,7 +1058,9 @@ def test_a_plateau_watches_what_evaluate_returns() -> None:
         lr_scheduler_monitor = "size"
 
         def build_lr_scheduler(self, optimizer: torch.optim.Optimizer, config: Config) -> Any:
-            return lr_scheduler.ReduceLROnPlateau(optimizer, factor=config["gamma"], patience=0, threshold=0.5)
+            return lr_scheduler.ReduceLROnPlateau(
+                optimizer, factor=config["gamma"], patience=0, threshold=0.5
+            )
 
         def evaluate(self, model: nn.Module, config: Config) -> dict[str, float]:
             return {"size": sum(float(p.detach().abs().sum()) for p in model.parameters())}
@@ -1073,7 +1099,7 @@ def test_a_lane_that_diverges(model: str, optimizer: str) -> None:
 
 @pytest.mark.usefixtures("messages")
 def test_a_lane_that_diverges_lane_by_lane() -> None:
-    configs = [LANES[0], LANES[1] | {"lr": 1e30}, LANES[2]]
+    configs = [LANES[0], LANES[1] | {"lr": math.inf}, LANES[2]]
     reports = assert_others_undisturbed(start(Lstm, configs), alone(Lstm, configs), odd=1)
     assert not math.isfinite(reports[-1]["train_loss"])
 
@@ -1089,7 +1115,7 @@ def test_a_lane_whose_schedule_runs_out() -> None:
                 optimizer, config["lr"], total_steps=config["steps"], cycle_momentum=False
             )
 
-    configs = lanes_with(steps=[20, 4, 20])
+    configs = lanes_with(steps=[20, 3, 20])
     expected = alone(RunsOut, [configs[0], configs[1] | {"steps": 20}, configs[2]])
     worker = start(RunsOut, configs)
     reports = assert_others_undisturbed(worker, expected, odd=1)
@@ -1099,7 +1125,7 @@ def test_a_lane_whose_schedule_runs_out() -> None:
 
 
 class Refusing(reference.DampedMomentum):
-    """Raises in its fourth step where its learning rate is high, when it has changed one parameter already."""
+    """Raises at the end of its fourth step where its learning rate is high."""
 
     def step(self, closure: Any = None) -> None:
         super().step()
@@ -1122,8 +1148,8 @@ def test_a_lane_that_raises_in_the_middle_of_a_round() -> None:
     class Poisoned(reference.CNN):
         def training_step(self, model: nn.Module, batch: Any, config: Config) -> Any:
             loss = super().training_step(model, batch, config)
-            if config["poison"] and int(model[1].num_batches_tracked) == 5:
-                raise ArithmeticError("the fifth batch")
+            if config["poison"] and int(model[1].num_batches_tracked) == 3:
+                raise ArithmeticError("the third batch")
             return loss
 
     configs = lanes_with(poison=[False, True, False])

@@ -96,19 +96,16 @@ class WorkerActor:
         seconds = time.perf_counter() - begin
         results: list[dict[str, Any] | RayTaskError] = []
         for lane in lanes:
-            try:
-                if lane in self._errors:
-                    raise self._errors[lane]
+            error = self._errors.get(lane)
+            if error is None:
                 trainable = self._trainables[lane]
                 outcome = outcomes[trainable._lane_name]
                 if isinstance(outcome, dict):
-                    outcome = {TIME_THIS_ITER_S: seconds, **outcome}
-                trainable._lane_round = outcome
-                results.append(trainable.train())
-            except Exception as error:
-                self._errors[lane] = error
-                trace = "".join(traceback.format_exception(error))
-                results.append(RayTaskError("train", trace, error))
+                    trainable._lane_round = {TIME_THIS_ITER_S: seconds, **outcome}
+                    results.append(trainable.train())
+                    continue
+                self._errors[lane] = error = outcome
+            results.append(RayTaskError("train", "".join(traceback.format_exception(error)), error))
         return results
 
 

@@ -135,11 +135,22 @@ class _LaneMethod:
         return self._lane.worker.send("call", self._lane.number, self._name, arguments, keywords)
 
 
+class _NoMetrics:
+    """Answers at once: Tune waits in the driver for the metrics of a trial that has no result yet."""
+
+    def __init__(self, reference: ray.ObjectRef) -> None:
+        self._reference = reference
+
+    def remote(self, **keywords: Any) -> ray.ObjectRef:
+        return self._reference
+
+
 class LaneHandle:
     """Stands for a trial's actor handle: `handle.method.remote(...)` calls the trial's own trainable."""
 
-    def __init__(self, lane: _Lane) -> None:
+    def __init__(self, lane: _Lane, no_metrics: ray.ObjectRef) -> None:
         self._lane = lane
+        self.get_auto_filled_metrics = _NoMetrics(no_metrics)
 
     def __getattr__(self, name: str) -> _LaneMethod:
         if name.startswith("_"):
@@ -176,6 +187,7 @@ class LaneActorManager(RayActorManager):
         self._outcomes: deque[tuple[TrackedActorTask, Any]] = deque()
         self._said: set[str] = set()
         self._worker_class: Any = None
+        self._no_metrics: ray.ObjectRef | None = None
 
     def pack(
         self, lanes: int, *, more_trials_expected: Callable[[], bool], pausing: Callable[[], bool]
@@ -363,7 +375,10 @@ class LaneActorManager(RayActorManager):
         config[STDOUT_FILE] = config[STDERR_FILE] = None
         worker.define(key, reference)
         worker.send("create", lane.number, key, config, kwargs["storage"])
-        self._live_actors_to_ray_actors_resources[tracked] = (LaneHandle(lane), _NoResources())
+        if self._no_metrics is None:
+            self._no_metrics = ray.put({})
+        handle = LaneHandle(lane, self._no_metrics)
+        self._live_actors_to_ray_actors_resources[tracked] = (handle, _NoResources())
         self._enqueue_cached_actor_tasks(tracked)
         self._started.append(tracked)
 

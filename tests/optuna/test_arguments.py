@@ -1,13 +1,17 @@
 """Bad arguments: one clear error each, that names the value, before any trial starts."""
 
+import doctest
 from typing import Any
 
 import optuna
 import pytest
+import torch
 from optuna.trial import TrialState
 
 import hfta_tune
+from hfta_tune.optuna import _optimize
 from hfta_tune.optuna._arguments import plain_config
+from hfta_tune.worker import Worker
 
 
 def space(trial: optuna.Trial) -> dict[str, Any]:
@@ -113,11 +117,25 @@ def test_space_that_fills_one_dict_again_and_again(line: Any) -> None:
     assert len(set(losses({"optimizer": {}}, B=3))) == 3
 
 
+@pytest.mark.parametrize(
+    ("device", "cuda", "used"),
+    [(None, True, "cuda"), (None, False, "cpu"), ("cpu", True, "cpu"), (torch.device("meta"), True, "meta")],
+)
+def test_device(line: Any, monkeypatch: pytest.MonkeyPatch, device: Any, cuda: bool, used: str) -> None:
+    devices = []
+
+    class OnCPU(Worker):
+        def __init__(self, lanes: int = 1, *, device: str | torch.device | None = None) -> None:
+            devices.append(str(device))
+            super().__init__(lanes, device="cpu")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(_optimize, "Worker", OnCPU)
+    hfta_tune.optimize(optuna.create_study(), line, space, n_trials=1, epochs=1, device=device)
+    assert devices == [used]
+
+
 def test_docstring_example() -> None:
-    import doctest
-
-    from hfta_tune.optuna import _optimize
-
     results = doctest.testmod(_optimize)
     assert results.attempted > 5
     assert results.failed == 0

@@ -185,13 +185,18 @@ class TestExceptionOfOneTrial:
         assert states(study) == [COMPLETE, PRUNED, COMPLETE]
         assert "after trial 0" in optuna_log.text and "after trial 2" in optuna_log.text
 
-    @pytest.mark.parametrize("where", ["space", "build_model"])
+    @pytest.mark.parametrize("where", ["space", "build_model", "training_step"])
     def test_trial_pruned(self, study: optuna.Study, line: Any, where: str) -> None:
         class PrunedLine(line):  # type: ignore[misc]
             def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
                 if config["number"] == 1 and where == "build_model":
                     raise optuna.TrialPruned("not worth it")
                 return super().build_model(config)
+
+            def training_step(self, model: Any, batch: Any, config: dict[str, Any]) -> Any:
+                if config["number"] == 1 and where == "training_step":
+                    raise optuna.TrialPruned("not worth it")
+                return super().training_step(model, batch, config)
 
         def pruned_space(trial: optuna.Trial) -> dict[str, Any]:
             if trial.number == 1 and where == "space":
@@ -446,6 +451,7 @@ class TestWhatTheUserSees:
         )
         assert any("Trial 1 was pruned: epoch 1 of 3" in message for message in optuna_log.messages)
 
+    @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
     def test_log_of_several_directions(self, digits: Any, optuna_log: pytest.LogCaptureFixture) -> None:
         study = optuna.create_study(directions=["minimize", "maximize"])
         study.set_metric_names(["loss", "share"])

@@ -135,7 +135,7 @@ def test_median_pruner_many_lanes(digits: Any, monkeypatch: pytest.MonkeyPatch) 
     )
     rounds = RecordingWorker.rounds
 
-    # Refill: until the last trial was asked for, every round had B lanes in use: who left was replaced at once.
+    # Refill: until the last trial was asked for, every round had B lanes in use.
     assert [number for number, _ in asked] == list(range(N_TRIALS))
     last_ask = asked[-1][1]
     assert all(len(lanes) == B for lanes in rounds[:last_ask])
