@@ -42,25 +42,20 @@ def start_ray(cpus: int) -> None:
 
 
 class Progress(tune.Callback):
-    """Prints how far the run is, every five seconds at most."""
+    """Prints how far the run is, every ten seconds at most."""
 
-    def __init__(self, trials: int) -> None:
-        self.trials = trials
-        self.ended = 0
+    def __init__(self, epochs: int) -> None:
+        self.epochs = epochs
+        self.trained = 0
         self.best = 0.0
         self.printed = time.monotonic()
 
     def on_trial_result(self, iteration, trials, trial, result, **info) -> None:
+        self.trained += 1
         self.best = max(self.best, result["accuracy"])
-        if time.monotonic() - self.printed > 5:
+        if time.monotonic() - self.printed > 10:
             self.printed = time.monotonic()
-            print(
-                f"  {self.ended} of {self.trials} trials ended, best accuracy so far {self.best:.4f}",
-                flush=True,
-            )
-
-    def on_trial_complete(self, iteration, trials, trial, **info) -> None:
-        self.ended += 1
+            print(f"  {self.trained} of {self.epochs} epochs, best accuracy {self.best:.4f}", flush=True)
 
 
 def tune_digits(
@@ -78,7 +73,7 @@ def tune_digits(
         scheduler=scheduler,
         stop={"training_iteration": args.epochs},
         checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=True),
-        callbacks=[Progress(trials)],
+        callbacks=[Progress(trials * args.epochs)],
         verbose=0,
     )
     return analysis, time.perf_counter() - start
@@ -156,7 +151,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     start_ray(args.cpus)
-    print(f"hfta_tune: {args.trials} trials, {args.lanes} lanes a worker, {args.cpus} CPUs.")
+    print(f"hfta_tune: {args.trials} trials of {args.epochs} epochs, B={args.lanes}, {args.cpus} CPUs.")
     base = ASHAScheduler(max_t=args.epochs, grace_period=max(1, args.epochs // 5)) if args.asha else None
     packed, packed_seconds = tune_digits(args, args.trials, HFTAPacker(base, B=args.lanes))
     print(f"\nThe best trials, after {packed_seconds:.1f} s:\n")

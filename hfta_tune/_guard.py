@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hfta_tune.fusion import FusionError, comparable, first_incomparable, model_signature
+from hfta_tune.fusion import FusionError, comparable, model_signature
 
 __all__ = ["same_value", "shared_self", "watched_self"]
 
@@ -91,5 +91,5 @@ def same_value(one: Any, other: Any) -> bool:
         keys = [(model_signature(module).key, comparable(module.state_dict())) for module in (one, other)]
     else:
         keys = [comparable(one), comparable(other)]  # type: ignore[misc]
-    return keys[0] == keys[1] and first_incomparable(keys[0]) is None
+    return keys[0] == keys[1]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hfta_tune._guard import same_value, watched_self
 from hfta_tune._recording import ConfigPath, RecordingConfig, lookup
-from hfta_tune.fusion import FusionError, comparable
+from hfta_tune.fusion import FusionError
 
 __all__ = ["Data", "DataCache"]
 
@@ -39,7 +39,7 @@ class Data:
         attributes = vars(trainable)
         return (
             type(trainable) is self.kind
-            and all(comparable(lookup(config, p)) == comparable(v) for p, v in self.config_read.items())
+            and all(same_value(lookup(config, p), v) for p, v in self.config_read.items())
             and all(n in attributes and same_value(attributes[n], v) for n, v in self.self_read.items())
         )
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-__all__ = ["MISSING", "ConfigPath", "RecordingConfig", "lookup", "numbers_of", "plain"]
+__all__ = ["MISSING", "ConfigPath", "RecordingConfig", "copied", "lookup", "numbers_of", "plain"]
 
 ConfigPath: TypeAlias = tuple[Any, ...]
 """Where a value stands in a nested config: ("optimizer", "lr"). With MISSING at its end: whether it is there."""
@@ -115,6 +115,13 @@ class RecordingConfig(dict[Any, Any]):
 def plain(value: Any) -> Any:
     """A RecordingConfig as the dict it stands for; anything else as it is."""
     return {key: plain(part) for key, part in value.items()} if isinstance(value, RecordingConfig) else value
+
+
+def copied(config: Any) -> Any:
+    """Copy a config's dicts and lists. Other values stay the same objects: they may be large data."""
+    if type(config) is dict:
+        return {key: copied(value) for key, value in config.items()}
+    return [copied(value) for value in config] if type(config) is list else config
 
 
 def lookup(config: Mapping[Any, Any], path: ConfigPath) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
-import math
+import numbers
 import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from hfta_tune._loaders import Data, DataCache
 from hfta_tune._metrics import RoundMeans
-from hfta_tune._recording import numbers_of
+from hfta_tune._recording import copied, numbers_of
 from hfta_tune._steps import Steps
 from hfta_tune.fusion import (
     FusedArray,
@@ -86,9 +86,9 @@ class Worker:
     """
 
     def __init__(self, lanes: int = 1, *, device: str | torch.device | None = None) -> None:
-        if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
+        if isinstance(lanes, bool) or not isinstance(lanes, numbers.Integral) or lanes < 1:
             raise ValueError(f"lanes must be a positive integer but got {lanes!r}.")
-        self.lanes = lanes
+        self.lanes = int(lanes)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._trials: dict[str, _Trial] = {}
         self._arrays: dict[FusedArray, Any] = {}
@@ -141,17 +141,17 @@ class Worker:
         if not self.free_lanes:
             raise RuntimeError(f"trial {trial_id}: all {self.lanes} lanes of this worker are taken.")
         check_hooks(type(trainable))
-        config = copy.deepcopy(dict(config))
+        config = copied(config)
         with self._own_randomness(int(config.get("seed", trainable.seed))):
-            model = trainable.build_model(copy.deepcopy(config))
+            model = trainable.build_model(copied(config))
             if not isinstance(model, nn.Module):
                 raise FusionError(
                     f"trial {trial_id}: build_model returned {model!r:.80}; return a torch.nn.Module."
                 )
             model.to(self.device)
-            optimizer = trainable.build_optimizer(model, copy.deepcopy(config))
+            optimizer = trainable.build_optimizer(model, copied(config))
             split = self._checked_split(trial_id, model, optimizer)
-            scheduler = trainable.build_lr_scheduler(optimizer, copy.deepcopy(config))
+            scheduler = trainable.build_lr_scheduler(optimizer, copied(config))
         self._check_schedule(trial_id, trainable, scheduler)
         with self._own_randomness(int(trainable.seed)):
             in_use = [trial.data for trial in self._trials.values()]
@@ -441,7 +441,7 @@ class Worker:
             model.eval()
             try:
                 with torch.no_grad():
-                    own = trial.trainable.evaluate(model, copy.deepcopy(trial.config))
+                    own = trial.trainable.evaluate(model, copied(trial.config))
             finally:
                 model.train(was_training)
             results.update({name: float(value) for name, value in (own or {}).items()})
@@ -477,7 +477,10 @@ class Worker:
         """Seed torch for what follows, and leave the caller's generators as they were."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed % 2**63)
+            # Not torch.manual_seed: without CUDA it spends milliseconds on noting where it was called.
+            torch.default_generator.manual_seed(seed % 2**63)
+            if devices:
+                torch.cuda.manual_seed(seed % 2**63)
             yield
 
     # Checks and messages

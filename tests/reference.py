@@ -267,8 +267,8 @@ SCHEDULES: dict[str, tuple[Callable[[torch.optim.Optimizer, Config], Any], dict[
     "plateau": (_plateau, {"lr_scheduler_monitor": "val_loss"}),
 }
 
-# eps stays well above rounding. The gradient of a bias that has no effect (the keys' in attention) is rounding
-# noise, which Adam with a tiny eps blows up to full steps, other ones in each program that adds in another order.
+# eps stays well above rounding. The gradient of a bias without effect (the keys' in attention) is rounding
+# noise, which Adam with a tiny eps blows up to full steps, other ones for every order of summing.
 LANES: list[Config] = [
     dict(seed=1, lr=0.02, momentum=0.9, beta1=0.9, beta2=0.99, eps=1e-3, weight_decay=0.0, scale=0.5)
     | dict(gamma=0.5, pct_start=0.3, threshold=0.5),

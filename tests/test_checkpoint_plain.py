@@ -71,7 +71,7 @@ def losses(worker: Worker, trial: str, rounds: int) -> list[float]:
 
 
 # Everything by hand, as a user without hfta_tune would: the model, the optimizer and the schedule of the
-# config, three load_state_dict, and a loop. One process goes through all cases, for importing torch takes longer.
+# config, three load_state_dict, and a loop. One process for all cases: importing torch takes longer.
 SCRIPT = """
 import json, sys
 
@@ -127,7 +127,7 @@ assert not [name for name in sys.modules if name.startswith(("hfta_tune", "ray",
 
 @functools.cache
 def trained_on_without_hfta_tune(directory: Path) -> dict[tuple[str, ...], tuple[list[float], list[float]]]:
-    """For each case the losses of rounds 3 and 4: of the trial that went on in its array, and of the script."""
+    """For each case the losses of rounds 3 and 4, in the array that went on and in the script."""
     lane = 2
     in_array, jobs = [], []
     for case in CASES:

@@ -1021,7 +1021,32 @@ class LstmChangesItsBatch(Lstm):
         return F.cross_entropy(model(x), y)
 
 
-BATCH_CASES = [DictBatches, TensorBatches, ChangesItsBatch, ChangesItsBatchByItsConfig, LstmChangesItsBatch]
+class BranchesAndChangesItsBatch(ChangesItsBatch):
+    """What the attempt under vmap did to the batch, before it failed, must be undone."""
+
+    def training_step(self, model: nn.Module, batch: Any, config: Config) -> Any:
+        loss = super().training_step(model, batch, config)
+        return 2 * loss if loss > 1 else loss
+
+
+class SmoothesAndChangesItsBatch(Task):
+    """The same for the attempts that find out which float has to be a Python number."""
+
+    def training_step(self, model: nn.Module, batch: Any, config: Config) -> Any:
+        x, y = batch
+        x.mul_(2).sub_(1)
+        return F.cross_entropy(model(x), y, label_smoothing=float(config["gamma"]))
+
+
+BATCH_CASES = [
+    DictBatches,
+    TensorBatches,
+    ChangesItsBatch,
+    ChangesItsBatchByItsConfig,
+    LstmChangesItsBatch,
+    BranchesAndChangesItsBatch,
+    SmoothesAndChangesItsBatch,
+]
 
 
 @pytest.mark.usefixtures("messages")

@@ -196,3 +196,25 @@ def test_the_callers_random_numbers_are_left_alone() -> None:
     torch.manual_seed(5)
     train(Points, configs("x", [1, 2]))
     assert torch.rand(3).equal(expected)
+
+
+def test_trials_share_a_data_set_that_stands_in_the_config() -> None:
+    class FromConfig(Points):
+        def train_dataloader(self, config: dict[str, Any]) -> Any:
+            return config["data"]
+
+    data = iter_again([points()])
+    worker, said = train(FromConfig, [{"lr": lr, "data": data} for lr in (0.01, 0.02)])
+    assert arrays(worker) == [{"0", "1"}] and not said
+
+
+class iter_again:  # noqa: N801
+    """A data set that can be compared as an object only."""
+
+    __slots__ = ("batches",)
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)

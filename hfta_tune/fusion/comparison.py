@@ -1,7 +1,7 @@
 """Keys for values: two values may stand for each other in an array only if their keys are equal.
 
 Lanes of one array run one piece of code with one set of plain Python values. A value whose equality
-cannot be decided gets a key that equals nothing but itself, so that doubt never fuses.
+cannot be decided equals nothing but the very same object, so that doubt never fuses.
 """
 
 from __future__ import annotations
@@ -36,10 +36,17 @@ _BY_IDENTITY = (type, types.BuiltinFunctionType, types.ModuleType, np.ufunc)
 
 
 class Incomparable:
-    """Equal to itself only. `what` says which value stood in the way, for messages."""
+    """The key of a value that is compared as an object only. `what` names it in messages."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, value: Any) -> None:
         self.what = what
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Incomparable) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
 
     def __repr__(self) -> str:
         return f"<incomparable {self.what}>"
@@ -112,7 +119,7 @@ def _key(value: Any, modules: Mapping[int, str], parents: tuple[int, ...]) -> Ha
 
 def _tensor_key(value: Tensor) -> Hashable:
     if value.is_sparse or value.is_meta or type(value) is not Tensor:
-        return Incomparable(f"tensor of type {type(value).__name__}")
+        return Incomparable(f"tensor of type {type(value).__name__}", value)
     array = value.detach().cpu().contiguous().flatten().view(torch.uint8)
     return (Tensor, value.shape, value.dtype, value.device, array.numpy().tobytes())
 
@@ -121,7 +128,7 @@ def _function_key(value: types.FunctionType, inner: Any) -> Hashable:
     try:
         cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
     except ValueError:
-        return Incomparable(f"function {value.__qualname__} with an unset closure variable")
+        return Incomparable(f"function {value.__qualname__} with an unset closure variable", value)
     return (
         types.FunctionType,
         value.__code__,
@@ -146,5 +153,5 @@ def _object_key(value: Any, inner: Any) -> Hashable:
         and all(base.__flags__ & (1 << 9) for base in kind.__mro__[:-1])  # heap types: no hidden C state
     )
     if not plain:
-        return Incomparable(what)
+        return Incomparable(what, value)
     return (kind, inner(vars(value)))

@@ -103,7 +103,7 @@ def optimize(
         show_progress_bar=show_progress_bar,
     )
     with session:
-        worker = Worker(B, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        worker = Worker(B, device=device)
         _Loop(session, worker, trainable, space, epochs, metric, reports=len(study.directions) == 1).run()
     if session.error is not None:
         raise session.error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import weakref
 from typing import Any
 
@@ -38,7 +39,7 @@ class HFTAPacker(TrialScheduler):
     """
 
     def __init__(self, base_scheduler: TrialScheduler | None = None, *, B: int = 8) -> None:
-        if isinstance(B, bool) or not isinstance(B, int) or B < 1:
+        if isinstance(B, bool) or not isinstance(B, numbers.Integral) or B < 1:
             raise ValueError(f"B, the number of trials in one worker, must be a positive integer but got {B!r}.")
         if base_scheduler is not None and not isinstance(base_scheduler, TrialScheduler):
             raise TypeError(
@@ -52,7 +53,7 @@ class HFTAPacker(TrialScheduler):
             )
         super().__init__()
         self._base_scheduler = base_scheduler if base_scheduler is not None else FIFOScheduler()
-        self._lanes = B
+        self._lanes = int(B)
         self._executor: weakref.ref[LaneActorManager] | None = None
 
     def __getattr__(self, name: str) -> Any:

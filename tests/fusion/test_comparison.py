@@ -105,10 +105,11 @@ def test_values_that_differ(one: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     "make", [object, lambda: Slotted(1), lambda: WithState(1), lambda: iter([1]), lambda: nn.Linear(1, 1)]
 )
-def test_doubt_is_no_equality(make: Any) -> None:
+def test_in_doubt_only_the_same_object_is_equal(make: Any) -> None:
     value = make()
     key = comparable([value])
-    assert key != comparable([value])
+    assert key == comparable([value]) and hash(key) == hash(comparable([value]))
+    assert key != comparable([make()])
     assert first_incomparable(key) is not None
 
 

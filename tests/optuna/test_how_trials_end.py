@@ -378,7 +378,10 @@ class TestKeyboardInterrupt:
 
 class TestLimits:
     @pytest.mark.parametrize("limit", [{"n_trials": 0}, {"timeout": 0}], ids=str)
-    def test_nothing_to_do(self, study: optuna.Study, line: Any, limit: dict[str, int]) -> None:
+    def test_nothing_to_do(
+        self, study: optuna.Study, line: Any, limit: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(_session, "time", types.SimpleNamespace(monotonic=lambda: 100.0))
         hfta_tune.optimize(study, line, space, epochs=1, **limit)
         assert study.trials == []
 
