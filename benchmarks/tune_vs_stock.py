@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -127,17 +128,15 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def loss_difference(row: dict[str, Any], other: dict[str, Any]) -> float:
-    """Returns the largest relative difference between the final train losses of the same trials."""
+def loss_differences(row: dict[str, Any], other: dict[str, Any]) -> list[float]:
+    """Returns the relative differences between the final train losses of the same trials."""
     pairs = zip(row["train_losses"], other["train_losses"], strict=False)
-    return max(abs(a - b) / abs(b) for a, b in pairs)
+    return [abs(a - b) / abs(b) for a, b in pairs]
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--runs", default="packer,stock,stock-reuse", help=f"some of {','.join(RUNS)}, in this order"
-    )
+    parser.add_argument("--runs", default="packer,stock,stock-reuse", help=f"some of {','.join(RUNS)}, in this order")
     parser.add_argument("--model", choices=digits.MODELS, default="mlp")
     parser.add_argument("--trials", type=int, default=64)
     parser.add_argument("--stock-trials", type=int, help="trials of each stock run (default: all)")
@@ -155,9 +154,7 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--runs knows {','.join(RUNS)}, not {','.join(sorted(unknown))}.")
     args.stock_trials = args.stock_trials or args.trials
     if not 0 < args.stock_trials <= args.trials:
-        parser.error(
-            f"--stock-trials must be from 1 to --trials, {args.trials}, but got {args.stock_trials}."
-        )
+        parser.error(f"--stock-trials must be from 1 to --trials, {args.trials}, but got {args.stock_trials}.")
     return args
 
 
@@ -175,11 +172,10 @@ def main() -> None:
     reference = rows[0]
     for row in rows:
         row["ratio"] = row["seconds_a_trial"] / reference["seconds_a_trial"]
-        row["loss_difference"] = loss_difference(reference, row)
+        differences = loss_differences(row, reference)
+        row["loss_difference"] = {"median": statistics.median(differences), "max": max(differences)}
         row["scaled"] = row["trials"] != args.trials
-    print(
-        f"\nDigits {args.model.upper()}, {args.trials} trials of {args.epochs} epochs on {args.cpus} CPUs:\n"
-    )
+    print(f"\nDigits {args.model.upper()}, {args.trials} trials of {args.epochs} epochs, {args.cpus} CPUs:\n")
     header = [
         "run",
         "trials",
@@ -188,10 +184,10 @@ def main() -> None:
         "seconds",
         "s a trial",
         "ratio",
-        "best accuracy",
+        "accuracy",
         "loss differs by",
     ]
-    keys = (
+    keys = [
         "label",
         "trials",
         "processes",
@@ -200,14 +196,15 @@ def main() -> None:
         "seconds_a_trial",
         "ratio",
         "best_accuracy",
-    )
-    digits.print_table(
-        header, [[*(row[key] for key in keys), f"{row['loss_difference']:.1e}"] for row in rows]
-    )
-    print(f"\nratio: seconds a trial, over those of {reference['label']}.")
-    print(
-        "loss differs by: the largest relative difference of a trial's final train_loss from its first run's."
-    )
+    ]
+    table = []
+    for row in rows:
+        difference = "{median:.0e}, {max:.0e}".format(**row["loss_difference"])
+        table.append([*(row[key] for key in keys), difference])
+    digits.print_table(header, table)
+    print(f"\nratio: seconds a trial, over those of {reference['label']}. accuracy: the best trial's.")
+    print("loss differs by: a trial's final train_loss from the same trial's in the first run, relative: median,")
+    print("maximum. Runs round differently, and high learning rates magnify it.")
     if any(row["scaled"] for row in rows):
         print(
             f"The stock runs had {args.stock_trials} of the {args.trials} trials. Their start-up is spread "

@@ -104,9 +104,7 @@ def train_batches() -> DataLoader[Any]:
 def val_batches() -> DataLoader[Any]:
     """Returns the validation set as one batch."""
     _, val = load_split()
-    return DataLoader(
-        val, sampler=BatchSampler(SequentialSampler(val), len(val), drop_last=False), batch_size=None
-    )
+    return DataLoader(val, sampler=BatchSampler(SequentialSampler(val), len(val), drop_last=False), batch_size=None)
 
 
 class Digits(FusedTrainable):

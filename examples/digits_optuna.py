@@ -50,9 +50,7 @@ def plain_objective(trial: optuna.Trial, model_choice: str, epochs: int) -> floa
         scheduler.step()
         model.eval()
         with torch.no_grad():
-            accuracy = sum(
-                (model(images).argmax(1) == labels).float().mean().item() for images, labels in val
-            )
+            accuracy = sum((model(images).argmax(1) == labels).float().mean().item() for images, labels in val)
             accuracy /= len(val)
         trial.report(accuracy, epoch)
         if trial.should_prune():
@@ -103,9 +101,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lanes", type=int, default=16, help="B, the trials that train at once")
     parser.add_argument("--cpus", type=int, default=2, help="threads that torch may use")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampler, not of the trials")
-    parser.add_argument(
-        "--compare", action="store_true", help="then run some of the same trials with study.optimize"
-    )
+    parser.add_argument("--compare", action="store_true", help="then run some of the same trials with study.optimize")
     parser.add_argument("--compare-trials", type=int, default=8)
     args = parser.parse_args()
     for name in ("trials", "compare_trials"):
@@ -146,9 +142,7 @@ def main() -> None:
         for trial in chosen:
             plain.enqueue_trial(trial.params)
         start = time.perf_counter()
-        plain.optimize(
-            lambda trial: plain_objective(trial, args.model, args.epochs), n_trials=args.compare_trials
-        )
+        plain.optimize(lambda trial: plain_objective(trial, args.model, args.epochs), n_trials=args.compare_trials)
         plain_seconds = time.perf_counter() - start
         rows = [
             [name, len(study.trials), epochs, seconds, seconds / len(study.trials), 1000 * seconds / epochs]

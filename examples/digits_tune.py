@@ -112,13 +112,9 @@ def print_agreement(packed: tune.ExperimentAnalysis, stock: tune.ExperimentAnaly
             accuracies.append(abs(other["accuracy"] - result["accuracy"]))
     print("The same trials in both runs, and the largest difference:")
     if losses:
-        print(
-            f"  {len(losses)} without dropout: the final train_loss differs by {max(losses):.1e} (relative)."
-        )
+        print(f"  {len(losses)} without dropout: the final train_loss differs by {max(losses):.1e} (relative).")
     if accuracies:
-        print(
-            f"  {len(accuracies)} with dropout (other masks): the accuracy differs by {max(accuracies):.4f}."
-        )
+        print(f"  {len(accuracies)} with dropout (other masks): the accuracy differs by {max(accuracies):.4f}.")
 
 
 def parse_args() -> argparse.Namespace:
@@ -129,20 +125,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lanes", type=int, default=32, help="B, the trials that share a worker")
     parser.add_argument("--cpus", type=int, default=2, help="CPUs that Ray may use; a worker takes one")
     parser.add_argument("--seed", type=int, default=0, help="seed of the search, not of the trials")
-    parser.add_argument(
-        "--asha", action="store_true", help="stop bad trials early, with ASHA inside the packer"
-    )
-    parser.add_argument(
-        "--compare", action="store_true", help="then run some of the same trials with stock Tune"
-    )
+    parser.add_argument("--asha", action="store_true", help="stop bad trials early, with ASHA inside the packer")
+    parser.add_argument("--compare", action="store_true", help="then run some of the same trials with stock Tune")
     parser.add_argument("--compare-trials", type=int, default=8)
     args = parser.parse_args()
     for name in ("trials", "compare_trials"):
         if getattr(args, name) < 1 or getattr(args, name) % len(models_of(args.model)):
             option = name.replace("_", "-")
-            parser.error(
-                f"--{option} must be a positive multiple of {len(models_of(args.model))}, the models."
-            )
+            parser.error(f"--{option} must be a positive multiple of {len(models_of(args.model))}, the models.")
     if args.compare_trials > args.trials:
         parser.error(f"--compare-trials cannot be above --trials, {args.trials}.")
     return args

@@ -71,14 +71,15 @@ def _stand_in(
             return object.__getattribute__(self, name)
         values = [vars(trainable).get(name, _MISSING) for trainable in trainables]
         if all(value is _MISSING for value in values):
-            return kind.__getattribute__(self, name)
+            return super(stand_in, self).__getattribute__(name)  # type: ignore[arg-type]
         return read(name, values)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         write(name, value)
 
-    methods = {"__getattribute__": __getattribute__, "__setattr__": __setattr__, "__module__": kind.__module__}
-    return object.__new__(type(kind.__name__, (kind,), methods))
+    methods = {"__getattribute__": __getattribute__, "__setattr__": __setattr__}
+    stand_in: type = type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
+    return object.__new__(stand_in)  # its __init__ has been run, for each of the trainables
 
 
 def same_value(one: Any, other: Any) -> bool:
@@ -88,8 +89,7 @@ def same_value(one: Any, other: Any) -> bool:
     if one is _MISSING or other is _MISSING:
         return False
     if isinstance(one, nn.Module) and isinstance(other, nn.Module):
-        keys = [(model_signature(module).key, comparable(module.state_dict())) for module in (one, other)]
-    else:
-        keys = [comparable(one), comparable(other)]  # type: ignore[misc]
-    return keys[0] == keys[1]
-
+        return model_signature(one) == model_signature(other) and comparable(one.state_dict()) == comparable(
+            other.state_dict()
+        )
+    return comparable(one) == comparable(other)

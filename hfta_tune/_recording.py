@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 __all__ = ["MISSING", "ConfigPath", "RecordingConfig", "copied", "lookup", "numbers_of", "plain"]
 
 ConfigPath: TypeAlias = tuple[Any, ...]
-"""Where a value stands in a nested config: ("optimizer", "lr"). With MISSING at its end: whether it is there."""
+"""Where a value stands in a nested config: ("optimizer", "lr"). MISSING at the end asks whether it is there."""
 
 
 class _Missing:
@@ -69,7 +69,7 @@ class RecordingConfig(dict[Any, Any]):
         return iter(self._read_everything())
 
     def __reversed__(self) -> Iterator[Any]:
-        return reversed(self._read_everything())
+        return iter(list(reversed(self._read_everything())))
 
     def __len__(self) -> int:
         return len(self._read_everything())
@@ -109,7 +109,7 @@ class RecordingConfig(dict[Any, Any]):
     def __repr__(self) -> str:
         return repr(self._read_everything())
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 def plain(value: Any) -> Any:
@@ -142,8 +142,9 @@ def numbers_of(config: Mapping[Any, Any], path: ConfigPath = ()) -> dict[ConfigP
     """Return every int and float of a nested config by its path; bool is no number here."""
     numbers: dict[ConfigPath, float] = {}
     for key, value in config.items():
+        place = (*path, key)
         if isinstance(value, Mapping):
-            numbers.update(numbers_of(value, (*path, key)))
+            numbers.update(numbers_of(value, place))
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            numbers[(*path, key)] = float(value)
+            numbers[place] = float(value)
     return numbers

@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-__all__ = ["Packer", "Plan", "Placement", "WorkerState"]
+__all__ = ["Packer", "Placement", "Plan", "WorkerState"]
 
 Trial: TypeAlias = Hashable
 Group: TypeAlias = Hashable
@@ -115,9 +115,7 @@ class Packer:
             free = [
                 (len(worker.trials), number)
                 for number, worker in self._workers.items()
-                if worker.group == group
-                and worker.state is WorkerState.OPEN
-                and len(worker.trials) < self.lanes
+                if worker.group == group and worker.state is WorkerState.OPEN and len(worker.trials) < self.lanes
             ]
             if not free:
                 return

@@ -155,5 +155,3 @@ class FusedTrainable(Trainable):
             self._join(Worker(1), self.trial_id)
         assert self._worker is not None
         return self._worker
-
-

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import copy
-import numbers
 import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -15,10 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
+from hfta_tune._checks import (
+    check_hooks,
+    check_own_parameters,
+    check_schedule,
+    checked_evaluation,
+    checked_split,
+    overrides,
+)
 from hfta_tune._loaders import Data, DataCache
 from hfta_tune._metrics import RoundMeans
 from hfta_tune._recording import copied, numbers_of
@@ -30,23 +35,16 @@ from hfta_tune.fusion import (
     Lane,
     LanesDiffer,
     Signature,
-    Step,
     VmapFailed,
+    clone_batch,
     form_of_optimizer,
     model_signature,
     obstacle_of_optimizer,
-    optimizer_split,
 )
 
 __all__ = ["CHECKPOINT_FILE", "Worker"]
 
 CHECKPOINT_FILE = "checkpoint.pt"
-_REQUIRED_HOOKS = {
-    "build_model": "(self, config)",
-    "build_optimizer": "(self, model, config)",
-    "train_dataloader": "(self, config)",
-    "training_step": "(self, model, batch, config)",
-}
 
 
 @dataclass(eq=False, slots=True)
@@ -82,14 +80,17 @@ class Worker:
         device: Where to train; by default the CUDA device if there is one, else the CPU.
 
     Raises:
-        ValueError: if `lanes` is no positive integer.
+        ValueError: if `lanes` is no positive integer or `device` no device.
     """
 
     def __init__(self, lanes: int = 1, *, device: str | torch.device | None = None) -> None:
-        if isinstance(lanes, bool) or not isinstance(lanes, numbers.Integral) or lanes < 1:
+        if isinstance(lanes, bool) or not hasattr(lanes, "__index__") or lanes < 1:
             raise ValueError(f"lanes must be a positive integer but got {lanes!r}.")
         self.lanes = int(lanes)
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        try:
+            self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f'device must be a device of torch, such as "cpu" or "cuda:0", but got {device!r}.') from error
         self._trials: dict[str, _Trial] = {}
         self._arrays: dict[FusedArray, Any] = {}
         self._steps: dict[type, Steps] = {}
@@ -123,7 +124,7 @@ class Worker:
             ],
         }
 
-    def add(self, trial_id: str, trainable: Any, config: Mapping[Any, Any]) -> None:
+    def add(self, trial_id: str, trainable: Any, config: dict[Any, Any]) -> None:
         """Give a trial a lane: build its model, optimizer, schedule and data loaders.
 
         Args:
@@ -133,30 +134,29 @@ class Worker:
 
         Raises:
             FusionError: if what the hooks return cannot be trained.
-            RuntimeError: if no lane is free.
+            ValueError: if no lane is free, or the trial has one already.
             Exception: what the trial's own hooks raise. The lane is then free again.
         """
         if trial_id in self._trials:
             raise ValueError(f"trial {trial_id} has a lane in this worker already.")
         if not self.free_lanes:
-            raise RuntimeError(f"trial {trial_id}: all {self.lanes} lanes of this worker are taken.")
+            raise ValueError(f"trial {trial_id}: all {self.lanes} lanes of this worker are taken; remove a trial first.")
         check_hooks(type(trainable))
         config = copied(config)
         with self._own_randomness(int(config.get("seed", trainable.seed))):
             model = trainable.build_model(copied(config))
             if not isinstance(model, nn.Module):
-                raise FusionError(
-                    f"trial {trial_id}: build_model returned {model!r:.80}; return a torch.nn.Module."
-                )
+                raise FusionError(f"trial {trial_id}: build_model returned {model!r:.80}; return a torch.nn.Module.")
+            check_own_parameters(trial_id, model, {t.name: t.lane.model for t in self._trials.values()})
             model.to(self.device)
             optimizer = trainable.build_optimizer(model, copied(config))
-            split = self._checked_split(trial_id, model, optimizer)
+            split = checked_split(trial_id, model, optimizer)
             scheduler = trainable.build_lr_scheduler(optimizer, copied(config))
-        self._check_schedule(trial_id, trainable, scheduler)
+        check_schedule(trial_id, trainable, optimizer, scheduler)
         with self._own_randomness(int(trainable.seed)):
             in_use = [trial.data for trial in self._trials.values()]
             data = self._loaders.get(trial_id, trainable, config, in_use)
-        if data.validation is not None and not _overrides(type(trainable), "validation_step"):
+        if data.validation is not None and not overrides(type(trainable), "validation_step"):
             raise FusionError(
                 f"trial {trial_id}: {type(trainable).__name__} has a val_dataloader but no validation_step; "
                 "define validation_step(self, model, batch, config) or drop val_dataloader."
@@ -176,7 +176,8 @@ class Worker:
 
     def remove(self, trial_id: str) -> None:
         """Free a trial's lane; the others go on undisturbed."""
-        trial = self._trials.pop(trial_id)
+        trial = self._trial(trial_id)
+        del self._trials[trial_id]
         self._park(trial)
         del self._owners[trial.lane]
 
@@ -191,7 +192,7 @@ class Worker:
             weighted by batch size. A trial whose own code raised has the exception instead, and has
             lost its lane.
         """
-        taking_part = [self._trials[name] for name in (self._trials if trial_ids is None else trial_ids)]
+        taking_part = [self._trial(name) for name in (self._trials if trial_ids is None else trial_ids)]
         for trial in self._trials.values():
             if trial not in taking_part:
                 self._park(trial)
@@ -212,7 +213,7 @@ class Worker:
         `model`, `optimizer` and `lr_scheduler` (None without one) are the objects' own state_dict();
         `epoch` counts the rounds trained.
         """
-        trial = self._trials[trial_id]
+        trial = self._trial(trial_id)
         scheduler = trial.lane.scheduler
         state = {
             "model": dict(trial.lane.model.state_dict()),
@@ -220,7 +221,8 @@ class Worker:
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
             "epoch": trial.epoch,
         }
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), state)
+        copies: dict[str, Any] = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu().clone(), state)
+        return copies
 
     def load_state_dict(self, trial_id: str, state: Mapping[str, Any]) -> None:
         """Put a trial into the state of a checkpoint.
@@ -228,20 +230,27 @@ class Worker:
         Raises:
             FusionError: if the checkpoint does not fit the trial.
         """
-        trial = self._trials[trial_id]
+        trial = self._trial(trial_id)
         self._park(trial)
-        lane = trial.lane
+        before = self.state_dict(trial_id)
         try:
-            lane.model.load_state_dict(state["model"])
-            lane.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-            if lane.scheduler is not None and state["lr_scheduler"] is not None:
-                lane.scheduler.load_state_dict(copy.deepcopy(state["lr_scheduler"]))
-            trial.epoch = int(state["epoch"])
+            self._put(trial, state)
         except Exception as error:
+            self._put(trial, before)
             raise FusionError(
                 f"trial {trial_id}: the checkpoint does not fit the trial's model or optimizer "
                 f"({type(error).__name__}: {error}). Restore it with the config that it was saved with."
             ) from error
+
+    @staticmethod
+    def _put(trial: _Trial, state: Mapping[str, Any]) -> None:
+        lane = trial.lane
+        epoch = int(state["epoch"])
+        lane.model.load_state_dict(state["model"])
+        lane.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        if lane.scheduler is not None and state["lr_scheduler"] is not None:
+            lane.scheduler.load_state_dict(copy.deepcopy(state["lr_scheduler"]))
+        trial.epoch = epoch
 
     def save(self, trial_id: str, directory: str | os.PathLike[str]) -> None:
         """Write a trial's checkpoint to `directory`, as one file that torch.load reads with weights_only=True."""
@@ -253,6 +262,7 @@ class Worker:
         Raises:
             FusionError: if the file is missing, corrupt, or does not fit the trial.
         """
+        self._trial(trial_id)
         path = Path(directory) / CHECKPOINT_FILE
         try:
             state = torch.load(path, map_location=self.device, weights_only=True)
@@ -269,6 +279,11 @@ class Worker:
         self.load_state_dict(trial_id, state)
 
     # Arrays
+
+    def _trial(self, trial_id: str) -> _Trial:
+        if trial_id not in self._trials:
+            raise ValueError(f"trial {trial_id} has no lane in this worker; those that do: {', '.join(self._trials)}.")
+        return self._trials[trial_id]
 
     def _park(self, trial: _Trial) -> None:
         """Take a trial out of its array; it keeps its state in its own objects."""
@@ -335,7 +350,7 @@ class Worker:
         alive = list(trials)
         failed: dict[str, dict[str, float] | Exception] = {}
         first_epoch = min(trial.epoch for trial in trials)
-        seed = int(kind.seed) * 1_000_003 + first_epoch  # type: ignore[attr-defined]
+        seed = int(trials[0].trainable.seed) * 1_000_003 + first_epoch
         with self._own_randomness(seed):
             try:
                 self._set_mode(self._arrange(alive), training=True)
@@ -363,25 +378,28 @@ class Worker:
         pending = _arrays_of(alive)
         while pending:
             array = pending.pop()
+            # A step may change its batch in place; only its last reader gets the loader's own tensors.
+            own = clone_batch(batch) if pending else batch
             try:
-                losses = array.train_step(steps.training, batch)
+                losses = array.train_step(steps.training, own)
             except LanesDiffer:
-                members = [trial for trial in alive if trial.array is array]
-                pending.extend(self._rearranged(members, training=True))
+                pending.extend(self._rearranged(array, alive, training=True))
                 continue
             except VmapFailed as failure:
-                if steps.must_be_python_numbers(array, steps.training, batch):
-                    members = [trial for trial in alive if trial.array is array]
-                    pending.extend(self._rearranged(members, training=True))
+                if steps.must_be_python_numbers(array, steps.training, own):
+                    pending.extend(self._rearranged(array, alive, training=True))
                     continue
                 array.train_lane_by_lane()
-                losses = array.train_step(steps.training, batch)
+                losses = array.train_step(steps.training, own)
                 self._say_fallback(array, steps.kind, "trains", failure)
             means.add("train_loss", array.lanes, losses, size)
             self._drop_failed(array, alive, failed)
-        for trial in alive:
+        for trial in list(alive):
             if trial.lane.scheduler is not None and trial.trainable.lr_scheduler_interval == "step":
-                trial.lane.step_scheduler()
+                try:
+                    trial.lane.step_scheduler()
+                except Exception as error:
+                    self._fail(trial, error, alive, failed)
 
     def _evaluate_on(
         self, batch: Any, steps: Steps, alive: list[_Trial], failed: dict[str, Any], means: RoundMeans
@@ -390,31 +408,32 @@ class Worker:
         pending = _arrays_of(alive)
         while pending:
             array = pending.pop()
+            own = clone_batch(batch) if pending else batch
             try:
-                metrics = array.evaluation_step(steps.validation, batch)
+                metrics = array.evaluation_step(steps.validation, own)
             except LanesDiffer:
-                members = [trial for trial in alive if trial.array is array]
-                pending.extend(self._rearranged(members, training=False))
+                pending.extend(self._rearranged(array, alive, training=False))
                 continue
             except VmapFailed as failure:
-                if steps.must_be_python_numbers(array, steps.validation, batch):
-                    members = [trial for trial in alive if trial.array is array]
-                    pending.extend(self._rearranged(members, training=False))
+                if steps.must_be_python_numbers(array, steps.validation, own):
+                    pending.extend(self._rearranged(array, alive, training=False))
                     continue
                 array.evaluate_lane_by_lane()
-                metrics = array.evaluation_step(steps.validation, batch)
-                self._say_fallback(array, steps.kind, "evaluates", failure)
+                metrics = array.evaluation_step(steps.validation, own)
+                if array.strategy == "vmap":  # else the same was said of the training
+                    self._say_fallback(array, steps.kind, "evaluates", failure)
             if isinstance(metrics, dict):
                 for name, values in metrics.items():
                     means.add(name, array.lanes, values, size)
             else:
-                for lane, own in zip(array.lanes, metrics, strict=True):
-                    for name, value in own.items():
+                for lane, values_of_lane in zip(array.lanes, metrics, strict=True):
+                    for name, value in values_of_lane.items():
                         means.add(name, [lane], value.reshape(1), size)
             self._drop_failed(array, alive, failed)
 
-    def _rearranged(self, members: list[_Trial], *, training: bool) -> list[FusedArray]:
-        arrays = self._arrange(members)
+    def _rearranged(self, array: FusedArray, alive: list[_Trial], *, training: bool) -> list[FusedArray]:
+        """Split an array whose lanes turned out to differ."""
+        arrays = self._arrange([trial for trial in alive if trial.array is array])
         self._set_mode(arrays, training=training)
         return arrays
 
@@ -435,7 +454,7 @@ class Worker:
 
     def _finish_round(self, trial: _Trial, results: dict[str, float]) -> None:
         trial.epoch += 1
-        if _overrides(type(trial.trainable), "evaluate"):
+        if overrides(type(trial.trainable), "evaluate"):
             model = trial.lane.model
             was_training = model.training
             model.eval()
@@ -444,7 +463,7 @@ class Worker:
                     own = trial.trainable.evaluate(model, copied(trial.config))
             finally:
                 model.train(was_training)
-            results.update({name: float(value) for name, value in (own or {}).items()})
+            results.update(checked_evaluation(trial.name, own))
         trainable, scheduler = trial.trainable, trial.lane.scheduler
         if scheduler is None or trainable.lr_scheduler_interval != "epoch":
             return
@@ -462,9 +481,7 @@ class Worker:
         for batch in loader:
             empty = False
             if self.device.type != "cpu":
-                batch = pytree.tree_map_only(
-                    Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch
-                )
+                batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch)
             yield batch
         if empty:
             raise FusionError(
@@ -483,42 +500,7 @@ class Worker:
                 torch.cuda.manual_seed(seed % 2**63)
             yield
 
-    # Checks and messages
-
-    def _checked_split(self, name: str, model: nn.Module, optimizer: Any) -> Any:
-        if not isinstance(optimizer, Optimizer):
-            raise FusionError(
-                f"trial {name}: build_optimizer returned {optimizer!r:.80}; return a torch.optim.Optimizer "
-                "over model.parameters()."
-            )
-        try:
-            return optimizer_split(model, optimizer)
-        except KeyError as error:
-            foreign = error.args[0]
-            raise FusionError(
-                f"trial {name}: build_optimizer's optimizer holds a parameter of shape {list(foreign.shape)} that "
-                "is not the model's. Build it over the parameters of the model that it is handed."
-            ) from None
-
-    @staticmethod
-    def _check_schedule(name: str, trainable: Any, scheduler: Any) -> None:
-        interval = trainable.lr_scheduler_interval
-        if interval not in ("epoch", "step"):
-            raise FusionError(
-                f'trial {name}: lr_scheduler_interval is {interval!r}; set it to "epoch" or "step".'
-            )
-        if not isinstance(scheduler, ReduceLROnPlateau):
-            return
-        if trainable.lr_scheduler_monitor is None:
-            raise FusionError(
-                f"trial {name}: ReduceLROnPlateau needs a metric to watch but lr_scheduler_monitor is None. "
-                'Set lr_scheduler_monitor to a result, such as "train_loss".'
-            )
-        if interval == "step":
-            raise FusionError(
-                f"trial {name}: ReduceLROnPlateau watches a round's results but lr_scheduler_interval is "
-                '"step"; set it to "epoch".'
-            )
+    # Messages
 
     def _say_fallback(self, array: FusedArray, kind: type, what: str, failure: VmapFailed) -> None:
         if any(lane.error is None for lane in array.lanes):
@@ -528,31 +510,6 @@ class Worker:
         if self.lanes > 1 and message not in self._said:  # alone there is nothing to lose
             self._said.add(message)
             warnings.warn(message, FusionWarning, stacklevel=3)
-
-
-@abc.abstractmethod
-def _absent() -> None: ...
-
-
-def check_hooks(kind: type) -> None:
-    """Check that a FusedTrainable class has the hooks that it must have.
-
-    Raises:
-        FusionError: with the missing hooks.
-    """
-    missing = [
-        f"{hook}{arguments}"
-        for hook, arguments in _REQUIRED_HOOKS.items()
-        if getattr(getattr(kind, hook, _absent), "__isabstractmethod__", False)
-    ]
-    if missing:
-        raise FusionError(f"{kind.__name__} lacks a required hook; define {', '.join(missing)}.")
-
-
-def _overrides(kind: type, hook: str) -> bool:
-    """Whether a class defines an optional hook itself, rather than inherits FusedTrainable's."""
-    defined = [vars(base)[hook] for base in kind.__mro__ if hook in vars(base)]
-    return len(defined) > 1
 
 
 def _arrays_of(trials: Iterable[_Trial]) -> list[FusedArray]:

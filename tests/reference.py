@@ -68,9 +68,7 @@ class Run:
 
     def snapshot(self, metrics: dict[str, float]) -> Snapshot:
         schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
-        return copy.deepcopy(
-            Snapshot(metrics, self.model.state_dict(), self.optimizer.state_dict(), schedule)
-        )
+        return copy.deepcopy(Snapshot(metrics, self.model.state_dict(), self.optimizer.state_dict(), schedule))
 
     def _train(self) -> float:
         self.model.train()
@@ -110,18 +108,14 @@ def batch_size(batch: Any) -> int:
     return len(next(iter(batch.values()))) if isinstance(batch, dict) else len(batch[0])
 
 
-def assert_same(
-    actual: Any, expected: Any, where: str = "", *, rtol: float = 1e-4, atol: float = 1e-6
-) -> None:
+def assert_same(actual: Any, expected: Any, where: str = "", *, rtol: float = 1e-4, atol: float = 1e-6) -> None:
     """Compares two state dicts, metrics or tensors, down to their leaves. Types, dtypes and keys count."""
     if isinstance(expected, Tensor):
         assert isinstance(actual, Tensor), f"{where}: {type(actual).__name__} instead of a tensor"
         # RMSprop's momentum holds numbers of 10 and more: there rounding is of that size too.
         floating = expected.is_floating_point() and expected.numel() > 0
         scale = max(1.0, float(expected.abs().max())) if floating else 1.0
-        torch.testing.assert_close(
-            actual, expected, rtol=rtol, atol=atol * scale, msg=lambda text: f"{where}: {text}"
-        )
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol * scale, msg=lambda text: f"{where}: {text}")
         if expected.is_floating_point() and expected.numel() > 1:
             # The second moments of Adam are often below atol, where the line above would pass anything.
             gap, size = float((actual - expected).norm()), float(expected.norm())
@@ -185,9 +179,7 @@ class DampedMomentum(torch.optim.Optimizer):
 
 
 def _sgd(params: Any, c: Config) -> torch.optim.Optimizer:
-    return torch.optim.SGD(
-        params, lr=c["lr"], momentum=c["momentum"], weight_decay=c["weight_decay"], nesterov=True
-    )
+    return torch.optim.SGD(params, lr=c["lr"], momentum=c["momentum"], weight_decay=c["weight_decay"], nesterov=True)
 
 
 def _adam(params: Any, c: Config) -> torch.optim.Optimizer:

@@ -153,9 +153,7 @@ def trained_on_without_hfta_tune(directory: Path) -> dict[tuple[str, ...], tuple
 
 
 @pytest.mark.parametrize(("model", "optimizer", "schedule"), CASES)
-def test_goes_on_in_a_script_without_hfta_tune(
-    model: str, optimizer: str, schedule: str, directory: Path
-) -> None:
+def test_goes_on_in_a_script_without_hfta_tune(model: str, optimizer: str, schedule: str, directory: Path) -> None:
     in_array, alone = trained_on_without_hfta_tune(directory)[model, optimizer, schedule]
     assert len(in_array) == 2
     assert_same(alone, in_array, "losses")
@@ -178,9 +176,7 @@ def test_goes_on_in_a_run_of_its_own(model: str, optimizer: str, schedule: str, 
 
 
 @pytest.mark.parametrize(("model", "optimizer", "schedule"), CASES)
-def test_goes_on_in_another_lane_of_another_array(
-    model: str, optimizer: str, schedule: str, tmp_path: Path
-) -> None:
+def test_goes_on_in_another_lane_of_another_array(model: str, optimizer: str, schedule: str, tmp_path: Path) -> None:
     """The lanes that are there already are one round on, and do not notice."""
     task = reference.compose(model, optimizer, schedule)
     expected = [reference.train(task(), config, 4) for config in LANES]

@@ -176,8 +176,7 @@ def lanes_with(**numbers: Sequence[Any]) -> list[Config]:
     """Configs with seeds 1, 2, ... and, of each key, the value of their lane."""
     count = len(next(iter(numbers.values())))
     return [
-        {"seed": lane + 1, "lr": 0.01 * (lane + 1)} | {k: v[lane] for k, v in numbers.items()}
-        for lane in range(count)
+        {"seed": lane + 1, "lr": 0.01 * (lane + 1)} | {k: v[lane] for k, v in numbers.items()} for lane in range(count)
     ]
 
 
@@ -193,9 +192,7 @@ OPTIMIZER_CASES: dict[str, tuple[Callable[[Any, Config], torch.optim.Optimizer],
         lanes_with(dampening=[0.0, 0.5, 0.9], wd=[0.1, 0.0, 0.1]),
     ),
     "sgd-maximize": (
-        lambda params, c: torch.optim.SGD(
-            params, lr=c["lr"], momentum=c["momentum"], weight_decay=0.1, maximize=True
-        ),
+        lambda params, c: torch.optim.SGD(params, lr=c["lr"], momentum=c["momentum"], weight_decay=0.1, maximize=True),
         lanes_with(momentum=[0.9, 0.5, 0.1]),
     ),
     "sgd-momentum-zero-in-one-lane": (
@@ -371,9 +368,7 @@ class Frozen(Task):
 
 class FrozenAndLeftOut(Frozen):
     def build_optimizer(self, model: nn.Module, config: Config) -> torch.optim.Optimizer:
-        return torch.optim.Adagrad(
-            [p for p in model.parameters() if p.requires_grad], lr=config["lr"], eps=1e-2
-        )
+        return torch.optim.Adagrad([p for p in model.parameters() if p.requires_grad], lr=config["lr"], eps=1e-2)
 
 
 class OptimizedInPart(Task):
@@ -641,9 +636,7 @@ class CumulativeBatchNorm(Task):
     """momentum=None makes batch_norm read a number of batches, which vmap has not."""
 
     def build_model(self, config: Config) -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8, momentum=None), nn.ReLU(), nn.Linear(8, 3)
-        )
+        return nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8, momentum=None), nn.ReLU(), nn.Linear(8, 3))
 
 
 class WeightNorm(Task):
@@ -886,13 +879,9 @@ def test_floats_in_a_step_are_those_of_the_lane() -> None:
 
 
 @pytest.mark.parametrize("task", [SmoothedByNumber, SmoothedByTorch, SmoothedByBranch])
-def test_floats_made_python_numbers_join_the_signature(
-    task: type[Task], messages: Callable[[], list[str]]
-) -> None:
+def test_floats_made_python_numbers_join_the_signature(task: type[Task], messages: Callable[[], list[str]]) -> None:
     worker = assert_equal_to_alone(task, SMOOTHED)
-    assert all(
-        len({SMOOTHED[TRIALS.index(t)]["smoothing"] for t in trials}) == 1 for trials in arrays(worker)
-    )
+    assert all(len({SMOOTHED[TRIALS.index(t)]["smoothing"] for t in trials}) == 1 for trials in arrays(worker))
     assert {"bob", "dee"} in [set(trials) for trials in arrays(worker)]
     [told] = messages()
     assert "smoothing" in told
@@ -1083,9 +1072,7 @@ def test_a_plateau_watches_what_evaluate_returns() -> None:
         lr_scheduler_monitor = "size"
 
         def build_lr_scheduler(self, optimizer: torch.optim.Optimizer, config: Config) -> Any:
-            return lr_scheduler.ReduceLROnPlateau(
-                optimizer, factor=config["gamma"], patience=0, threshold=0.5
-            )
+            return lr_scheduler.ReduceLROnPlateau(optimizer, factor=config["gamma"], patience=0, threshold=0.5)
 
         def evaluate(self, model: nn.Module, config: Config) -> dict[str, float]:
             return {"size": sum(float(p.detach().abs().sum()) for p in model.parameters())}
@@ -1136,9 +1123,7 @@ def test_a_lane_whose_schedule_runs_out() -> None:
         lr_scheduler_interval = "step"
 
         def build_lr_scheduler(self, optimizer: torch.optim.Optimizer, config: Config) -> Any:
-            return lr_scheduler.OneCycleLR(
-                optimizer, config["lr"], total_steps=config["steps"], cycle_momentum=False
-            )
+            return lr_scheduler.OneCycleLR(optimizer, config["lr"], total_steps=config["steps"], cycle_momentum=False)
 
     configs = lanes_with(steps=[20, 3, 20])
     expected = alone(RunsOut, [configs[0], configs[1] | {"steps": 20}, configs[2]])

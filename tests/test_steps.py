@@ -70,7 +70,6 @@ class Counts(Points):
     """Reads an int, an optional key, and asks for one that only some have."""
 
     def training_step(self, model: nn.Module, batch: Any, config: dict[str, Any]) -> Tensor:
-        x, y = batch
         loss = super().training_step(model, batch, config)
         for _ in range(config.get("penalties", 0)):
             loss = loss + 0.01 * sum(p.square().sum() for p in model.parameters())
@@ -127,7 +126,9 @@ def test_a_float_in_tensor_arithmetic_is_each_lanes_own() -> None:
 
 
 def test_a_float_made_a_python_number_joins_the_signature() -> None:
-    worker, said = train(Forced, [{**c, "weight": 1.0 + i} for i, c in enumerate(configs("smoothing", [0.1, 0.2, 0.1]))])
+    worker, said = train(
+        Forced, [{**c, "weight": 1.0 + i} for i, c in enumerate(configs("smoothing", [0.1, 0.2, 0.1]))]
+    )
     assert arrays(worker) == [{"0", "2"}, {"1"}]
     assert [array["strategy"] for array in worker.describe()["arrays"] if len(array["trials"]) > 1] == ["vmap"]
     assert [str(w.message) for w in said] == [
@@ -142,7 +143,12 @@ def test_a_key_of_another_type_joins_the_signature() -> None:
 
 
 def test_ints_defaults_and_presence() -> None:
-    several = [{"lr": 0.01}, {"lr": 0.02, "penalties": 2}, {"lr": 0.03, "offset": 1.5}, {"lr": 0.04, "offset": 2.5}]
+    several = [
+        {"lr": 0.01},
+        {"lr": 0.02, "penalties": 2},
+        {"lr": 0.03, "offset": 1.5},
+        {"lr": 0.04, "offset": 2.5},
+    ]
     worker, said = train(Counts, several)
     assert arrays(worker) == [{"0"}, {"1"}, {"2", "3"}] and not said
 
@@ -208,7 +214,7 @@ def test_trials_share_a_data_set_that_stands_in_the_config() -> None:
     assert arrays(worker) == [{"0", "1"}] and not said
 
 
-class iter_again:  # noqa: N801
+class iter_again:
     """A data set that can be compared as an object only."""
 
     __slots__ = ("batches",)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hfta_tune.fusion.array import FusedArray, LanesDiffer, Step, VmapFailed
+from hfta_tune.fusion.array import FusedArray, LanesDiffer, Step, VmapFailed, clone_batch
 from hfta_tune.fusion.comparison import Incomparable, comparable, first_incomparable
 from hfta_tune.fusion.errors import FusionError, FusionWarning
 from hfta_tune.fusion.lane import Lane
@@ -19,6 +19,7 @@ __all__ = [
     "Signature",
     "Step",
     "VmapFailed",
+    "clone_batch",
     "comparable",
     "first_incomparable",
     "form_of_optimizer",

@@ -17,7 +17,7 @@ from hfta_tune.fusion.lane import Lane
 from hfta_tune.fusion.optimizers import FusedOptimizer, fuse_optimizers, obstacle_of_optimizer
 from hfta_tune.fusion.stack import LaneStack, Template
 
-__all__ = ["FusedArray", "LanesDiffer", "Step", "VmapFailed"]
+__all__ = ["FusedArray", "LanesDiffer", "Step", "VmapFailed", "clone_batch"]
 
 Step: TypeAlias = Callable[[Sequence[Lane], nn.Module, Any, Mapping[str, Tensor]], Any]
 """step(lanes, model, batch, values): one call of the user's code that stands for all of `lanes`.
@@ -124,8 +124,8 @@ class FusedArray:
         for lane in self.lanes:
             lane.mark_optimizer_called()
         if not self._vmap_training:
-            return torch.stack([self._train_alone(step, lane, batch) for lane in self.lanes])
-        losses = self._attempt(step, batch, self._fused_losses)
+            return torch.stack([self._train_alone(step, lane, own) for lane, own in self._shares(batch)])
+        losses: Tensor = self._attempt(step, batch, self._fused_losses)
         if not losses.requires_grad:
             raise VmapFailed(_no_graph(self.lanes[0].name, losses), "training_step")
         stack = self._stacked()
@@ -144,14 +144,20 @@ class FusedArray:
             VmapFailed: if the step does not run under vmap.
         """
         if not self._vmap_evaluation:
-            return [self._evaluate_alone(step, lane, batch) for lane in self.lanes]
-        return self._attempt(step, batch, self._fused_metrics)
+            return [self._evaluate_alone(step, lane, own) for lane, own in self._shares(batch)]
+        metrics: dict[str, Tensor] = self._attempt(step, batch, self._fused_metrics)
+        return metrics
 
     def probe(self, step: Step, batch: Any) -> None:
         """Run the forward pass of a training or evaluation step for its errors only; nothing changes."""
         fused = self._fused_losses if self._training_mode else self._fused_metrics
         with torch.no_grad(), self._unchanged_buffers():
-            fused(step, batch)
+            fused(step, clone_batch(batch))
+
+    def _shares(self, batch: Any) -> Iterator[tuple[Lane, Any]]:
+        """Each lane with a batch that is its own to change; the last gets the original."""
+        for number, lane in enumerate(self.lanes, 1):
+            yield lane, batch if number == len(self.lanes) else clone_batch(batch)
 
     def _stacked(self) -> LaneStack:
         if self._stack is None:
@@ -172,16 +178,23 @@ class FusedArray:
 
     def _attempt(self, step: Step, batch: Any, fused: Callable[[Step, Any], Any]) -> Any:
         form = (fused.__name__, _form(batch))
-        guard = contextlib.nullcontext() if form in self._proven else self._unchanged_buffers(on_error=True)
-        with guard:
-            try:
-                result = fused(step, batch)
-            except LanesDiffer:
-                raise
-            except Exception as error:
-                raise VmapFailed(error, _place(error, self._template)) from error
+        if form in self._proven:
+            return self._explained(fused, step, batch)
+        # The first attempt may stop half-way, and what it changed must not be seen by the next one.
+        tried = clone_batch(batch)
+        with self._unchanged_buffers(on_error=True):
+            result = self._explained(fused, step, tried)
+        _copy_changes(tried, batch)
         self._proven.add(form)
         return result
+
+    def _explained(self, fused: Callable[[Step, Any], Any], step: Step, batch: Any) -> Any:
+        try:
+            return fused(step, batch)
+        except LanesDiffer:
+            raise
+        except Exception as error:
+            raise VmapFailed(error, _place(error, self._template)) from error
 
     @contextlib.contextmanager
     def _unchanged_buffers(self, *, on_error: bool = False) -> Iterator[None]:
@@ -220,7 +233,7 @@ class FusedArray:
             }
             return result, assigned
 
-        with _mha_in_python():
+        with _quiet_and_batchable():
             result, assigned = vmap(one_lane, in_dims=(0, 0, 0), randomness="different")(
                 stack.parameters, {**stack.buffers, **stack.carried}, stack.values
             )
@@ -229,10 +242,13 @@ class FusedArray:
         return result
 
     def _fused_losses(self, step: Step, batch: Any) -> Tensor:
-        return self._call(step, batch, lambda loss: check_loss(loss, self.lanes[0].name))
+        losses: Tensor = self._call(step, batch, lambda loss: check_loss(loss, self.lanes[0].name))
+        return losses
 
     def _fused_metrics(self, step: Step, batch: Any) -> dict[str, Tensor]:
-        return self._call(step, batch, lambda metrics: check_metrics(metrics, self.lanes[0].name, self._device))
+        name, device = self.lanes[0].name, self._device
+        metrics: dict[str, Tensor] = self._call(step, batch, lambda own: check_metrics(own, name, device))
+        return metrics
 
     def _train_alone(self, step: Step, lane: Lane, batch: Any) -> Tensor:
         if lane.error is not None:
@@ -251,7 +267,7 @@ class FusedArray:
 
         try:
             if obstacle_of_optimizer(lane.optimizer) is not None:
-                lane.optimizer.step(closure)
+                lane.optimizer.step(closure)  # type: ignore[arg-type]
             else:
                 closure()
                 lane.optimizer.step()
@@ -305,8 +321,7 @@ def check_metrics(metrics: Any, trial: str, device: torch.device) -> dict[str, T
     """
     if not isinstance(metrics, Mapping):
         raise FusionError(
-            f"{trial}: validation_step returned {_say(metrics)}; return a dict of scalars "
-            'such as {"accuracy": ...}.'
+            f'{trial}: validation_step returned {_say(metrics)}; return a dict of scalars such as {{"accuracy": ...}}.'
         )
     checked = {}
     for name, value in metrics.items():
@@ -362,11 +377,28 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _mha_in_python() -> Iterator[None]:
-    """Keep attention layers off their fused inference path, which has no batching rule."""
-    before = torch.backends.mha.get_fastpath_enabled()
+def _quiet_and_batchable() -> Iterator[None]:
+    """Keep attention layers off their fused inference path, which has no batching rule.
+
+    And keep torch from asking the user to report operations that it batches by a loop.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        torch.backends.mha.set_fastpath_enabled(fast)
+        torch._C._functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]
+
+
+def clone_batch(batch: Any) -> Any:
+    """Copy the tensors of a batch."""
+    return pytree.tree_map_only(Tensor, torch.clone, batch)
+
+
+def _copy_changes(tried: Any, batch: Any) -> None:
+    """Do to `batch` what a step did to its copy."""
+    for new, old in zip(pytree.tree_leaves(tried), pytree.tree_leaves(batch), strict=True):
+        if isinstance(new, Tensor) and new._version:
+            old.copy_(new)

@@ -52,18 +52,22 @@ class Incomparable:
         return f"<incomparable {self.what}>"
 
 
-def comparable(value: Any, modules: Mapping[int, str] | None = None) -> Hashable:
+def comparable(
+    value: Any, modules: Mapping[int, str] | None = None, tensors: Mapping[int, str] | None = None
+) -> Hashable:
     """Return a hashable key for `value`; equal keys mean interchangeable values.
 
     Args:
         value: Any Python value.
         modules: Names of the modules (by id) that are part of the compared tree; a reference to one of
             them compares by name. Any other module is incomparable.
+        tensors: Names of the tree's parameters and buffers (by id). A reference to one of them elsewhere is
+            incomparable: it would not follow when the tensor is exchanged for another lane's.
 
     Returns:
         A key. It is or holds an `Incomparable` where equality cannot be decided.
     """
-    return _key(value, modules or {}, ())
+    return _Keys(modules or {}, tensors or {}).of(value, ())
 
 
 def first_incomparable(key: Hashable) -> Incomparable | None:
@@ -78,43 +82,52 @@ def first_incomparable(key: Hashable) -> Incomparable | None:
     return None
 
 
-def _key(value: Any, modules: Mapping[int, str], parents: tuple[int, ...]) -> Hashable:
-    kind = type(value)
-    if kind in _BY_VALUE:
-        return (kind, value)
-    if isinstance(value, float):
-        return (kind, value.hex() if value == value else "nan")
-    if isinstance(value, _BY_IDENTITY) or isinstance(value, enum.Enum):
-        return (kind, value)
-    if isinstance(value, np.generic):
-        return (kind, value.item())
-    if id(value) in modules:
-        return (nn.Module, modules[id(value)])
-    if id(value) in parents:
-        return ("cycle", len(parents) - parents.index(id(value)))
+class _Keys:
+    def __init__(self, modules: Mapping[int, str], tensors: Mapping[int, str]) -> None:
+        self._modules = modules
+        self._tensors = tensors
 
-    parents = (*parents, id(value))
+    def of(self, value: Any, parents: tuple[int, ...]) -> Hashable:
+        kind = type(value)
+        if kind in _BY_VALUE:
+            return (kind, value)
+        if isinstance(value, float):
+            return (kind, value.hex() if value == value else "nan")
+        if isinstance(value, (*_BY_IDENTITY, enum.Enum)):
+            return (kind, value)
+        if isinstance(value, np.generic):
+            return (kind, value.item())
+        if id(value) in self._modules:
+            return (nn.Module, self._modules[id(value)])
+        if id(value) in self._tensors:
+            return Incomparable(f"a second reference to {self._tensors[id(value)]!r}", value)
+        if id(value) in parents:
+            return ("cycle", len(parents) - parents.index(id(value)))
+        return self._of_parts(value, (*parents, id(value)))
 
-    def inner(part: Any) -> Hashable:
-        return _key(part, modules, parents)
+    def _of_parts(self, value: Any, parents: tuple[int, ...]) -> Hashable:
+        kind = type(value)
 
-    if isinstance(value, (list, tuple)):
-        return (kind, tuple(inner(part) for part in value))
-    if isinstance(value, (set, frozenset)):
-        return (kind, frozenset(inner(part) for part in value))
-    if isinstance(value, Mapping):
-        return (kind, tuple((inner(name), inner(part)) for name, part in value.items()))
-    if isinstance(value, Tensor):
-        return _tensor_key(value)
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return (kind, value.shape, value.dtype.str, value.tobytes())
-    if isinstance(value, functools.partial):
-        return (kind, inner(value.func), inner(value.args), inner(value.keywords))
-    if isinstance(value, types.MethodType):
-        return (kind, value.__func__, inner(value.__self__))
-    if isinstance(value, types.FunctionType):
-        return _function_key(value, inner)
-    return _object_key(value, inner)
+        def inner(part: Any) -> Hashable:
+            return self.of(part, parents)
+
+        if isinstance(value, (list, tuple)):
+            return (kind, tuple(inner(part) for part in value))
+        if isinstance(value, (set, frozenset)):
+            return (kind, frozenset(inner(part) for part in value))
+        if isinstance(value, Mapping):
+            return (kind, tuple((inner(name), inner(part)) for name, part in value.items()))
+        if isinstance(value, Tensor):
+            return _tensor_key(value)
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            return (kind, value.shape, value.dtype.str, value.tobytes())
+        if isinstance(value, functools.partial):
+            return (kind, inner(value.func), inner(value.args), inner(value.keywords))
+        if isinstance(value, types.MethodType):
+            return (kind, value.__func__, inner(value.__self__))
+        if isinstance(value, types.FunctionType):
+            return _function_key(value, inner)
+        return _object_key(value, inner)
 
 
 def _tensor_key(value: Tensor) -> Hashable:
@@ -146,8 +159,7 @@ def _object_key(value: Any, inner: Any) -> Hashable:
     plain = (
         hasattr(value, "__dict__")
         and not isinstance(value, nn.Module)
-        and kind.__reduce__ is object.__reduce__
-        and kind.__reduce_ex__ is object.__reduce_ex__
+        and all(name not in vars(base) for base in kind.__mro__[:-1] for name in ("__reduce__", "__reduce_ex__"))
         and not hasattr(kind, "__setstate__")
         and not any("__slots__" in vars(base) for base in kind.__mro__[:-1])
         and all(base.__flags__ & (1 << 9) for base in kind.__mro__[:-1])  # heap types: no hidden C state

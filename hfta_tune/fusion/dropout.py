@@ -59,7 +59,7 @@ def replace_dropouts(model: nn.Module) -> None:
 def dropout_probabilities(model: nn.Module) -> dict[str, float]:
     """Return {"path.p": p} of every Dropout module of a lane's own model."""
     return {
-        f"{path}.p" if path else "p": float(module.p)  # type: ignore[arg-type]
+        f"{path}.p" if path else "p": float(module.p)
         for path, module in model.named_modules()
         if type(module) in LANE_DROPOUTS
     }

@@ -31,7 +31,7 @@ class Lane:
     model: nn.Module
     optimizer: Optimizer
     scheduler: Any = None
-    values: dict[str, float] = field(default_factory=dict)
+    values: dict[Any, float] = field(default_factory=dict)
     error: Exception | None = None
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:

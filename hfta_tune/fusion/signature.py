@@ -41,17 +41,20 @@ def model_signature(model: nn.Module) -> Signature:
         model: A model as build_model returned it.
     """
     names = {id(module): name for name, module in model.named_modules()}
+    places = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     obstacle = None
     modules = []
     for name, module in model.named_modules(remove_duplicate=False):
         carried = {"p"} if type(module) in LANE_DROPOUTS else set()
+        if isinstance(module, nn.RNNBase):
+            carried = {"_flat_weights", "_flat_weight_refs"}  # it renews them when its parameters change
         attributes = []
         for attribute, value in sorted(vars(module).items()):
             if attribute in _TENSORS_AND_CHILDREN or attribute in carried:
                 continue
             if "_hooks" in attribute and isinstance(value, dict):
                 value = list(value.values())  # their keys are running numbers of the process
-            key = comparable(value, names)
+            key = comparable(value, names, places)
             found = first_incomparable(key)
             if found is not None and obstacle is None:
                 obstacle = f"{name or type(module).__name__}: attribute {attribute!r} ({found.what})"

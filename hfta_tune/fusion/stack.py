@@ -1,9 +1,10 @@
-"""The stacked tensors of an array: [lanes, ...], with each lane's own model and optimizer as views of them."""
+"""The stacked tensors of an array: [lanes, ...], with the lanes' own objects as views of them."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,12 +67,10 @@ class LaneStack:
             row.grad = None
 
     @staticmethod
-    def _numbers(rows: Sequence[dict[str, float]], device: torch.device) -> dict[str, Tensor]:
+    def _numbers(rows: Sequence[dict[Any, float]], device: torch.device) -> dict[Any, Tensor]:
         shared = [name for name in rows[0] if all(name in row for row in rows)]
         dtype = torch.get_default_dtype()
-        return {
-            name: torch.tensor([row[name] for row in rows], dtype=dtype, device=device) for name in shared
-        }
+        return {name: torch.tensor([row[name] for row in rows], dtype=dtype, device=device) for name in shared}
 
     def trainable(self) -> dict[str, Tensor]:
         """The stacked parameters that require gradients."""

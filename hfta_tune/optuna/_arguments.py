@@ -22,9 +22,7 @@ def check_arguments(
 ) -> None:
     """Raises TypeError or ValueError for the first argument that is wrong, before any trial is asked for."""
     if not isinstance(study, optuna.Study):
-        raise TypeError(
-            f"study must be an optuna.Study but got {study!r}. Make one with optuna.create_study()."
-        )
+        raise TypeError(f"study must be an optuna.Study but got {study!r}. Make one with optuna.create_study().")
     if not (isinstance(trainable, type) and issubclass(trainable, FusedTrainable)):
         raise TypeError(
             f"trainable must be a subclass of hfta_tune.FusedTrainable but got {trainable!r}. "
@@ -37,12 +35,9 @@ def check_arguments(
         )
     if n_trials is not None:
         _check_integer("n_trials", n_trials, at_least=0, remedy="Pass None to go on until study.stop().")
-    if timeout is not None and (
-        isinstance(timeout, bool) or not isinstance(timeout, Real) or not float(timeout) >= 0
-    ):
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, Real) or not float(timeout) >= 0):
         raise ValueError(
-            f"timeout must be a number of seconds that is not negative but got {timeout!r}. "
-            "Pass None for no limit."
+            f"timeout must be a number of seconds that is not negative but got {timeout!r}. Pass None for no limit."
         )
     _check_integer("epochs", epochs, at_least=1, remedy="It is the number of epochs that each trial trains.")
     _check_integer("B", B, at_least=1, remedy="It is the number of trials that train at once.")

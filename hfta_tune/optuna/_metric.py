@@ -5,9 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 TRAIN_LOSS = "train_loss"
 
 
-def choose_metrics(
-    metric: str | Sequence[str] | None, results: Iterable[Mapping[str, float]]
-) -> tuple[str, ...]:
+def choose_metrics(metric: str | Sequence[str] | None, results: Iterable[Mapping[str, float]]) -> tuple[str, ...]:
     """Names the study's metrics, from what the user asked for and the first results there are.
 
     Args:

@@ -141,6 +141,7 @@ class _Loop:
         self._metric = metric
         self._reports = reports
         self._names: tuple[str, ...] = ()
+        self._instances: dict[str, FusedTrainable] = {}
 
     def run(self) -> None:
         self._refill()
@@ -160,6 +161,7 @@ class _Loop:
                 config = plain_config(self._space(running.trial))
                 instance = self._trainable._outside_tune(config)
                 self._worker.add(str(running.trial.number), instance, config)
+                self._instances[str(running.trial.number)] = instance
             except Exception as error:
                 self._session.finish(running, error)
 
@@ -173,17 +175,17 @@ class _Loop:
             result = results[trial_id]
             if isinstance(result, Exception):
                 # The worker has freed the lane already.
+                self._instances.pop(trial_id).cleanup()
                 self._session.finish(running, result)
                 continue
             outcome = self._outcome(running, result)
             if outcome is not None:
                 # First the lane: a callback may raise.
                 self._worker.remove(trial_id)
+                self._instances.pop(trial_id).cleanup()
                 self._session.finish(running, outcome)
 
-    def _outcome(
-        self, running: RunningTrial, result: Mapping[str, float]
-    ) -> Sequence[float] | Exception | None:
+    def _outcome(self, running: RunningTrial, result: Mapping[str, float]) -> Sequence[float] | Exception | None:
         """Books one epoch of a trial. Returns how it ends, or None if it goes on."""
         try:
             values = values_of(self._names, result)

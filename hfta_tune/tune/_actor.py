@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import heapq
 import os
 import time
@@ -57,7 +58,7 @@ class WorkerActor:
             _, name, own, waiting = heapq.heappop(self._early)
             self._next += 1
             running = loop.run_in_executor(self._thread, getattr(self, f"_{name}"), *own)
-            running.add_done_callback(lambda done, waiting=waiting: _hand_over(done, waiting))
+            running.add_done_callback(functools.partial(_hand_over, waiting))
         return await outcome
 
     async def describe(self) -> dict[str, Any]:
@@ -109,7 +110,7 @@ class WorkerActor:
         return results
 
 
-def _hand_over(done: asyncio.Future[Any], waiting: asyncio.Future[Any]) -> None:
+def _hand_over(waiting: asyncio.Future[Any], done: asyncio.Future[Any]) -> None:
     if waiting.cancelled():
         return
     error = done.exception()

@@ -53,17 +53,13 @@ def pack_trials_of(tune_controller: Any, lanes: int) -> LaneActorManager:
 
 
 def _more_trials_expected(controller: Any) -> bool:
-    return bool(
-        not controller._search_alg.is_finished() or controller._pending_trials or controller._paused_trials
-    )
+    return bool(not controller._search_alg.is_finished() or controller._pending_trials or controller._paused_trials)
 
 
 def _pausing(controller: Any) -> bool:
     """Whether a trial waits for the save that precedes its pause; schedulers still count it as running."""
     pausing = {t for t, d in controller._cached_trial_decisions.items() if d == TrialScheduler.PAUSE}
-    return bool(pausing) and any(
-        trial.trial_id in pausing and trial.is_saving for trial in controller._running_trials
-    )
+    return bool(pausing) and any(trial.trial_id in pausing and trial.is_saving for trial in controller._running_trials)
 
 
 def prepare_worker_process() -> None:
@@ -79,7 +75,7 @@ def prepare_worker_process() -> None:
             fetched[place] = fetch(self, key)
         return fetched[place]
 
-    _ParameterRegistry.get = get
+    setattr(_ParameterRegistry, "get", get)  # noqa: B010 - mypy forbids assigning to a method
 
 
 @dataclass(eq=False)
@@ -161,7 +157,7 @@ class LaneHandle:
 class _NoResources:
     """What a lane has of its own; its worker holds the resources."""
 
-    class resource_request:  # noqa: N801 - the base manager reads acquired.resource_request.bundles
+    class resource_request:
         bundles: tuple[dict[str, float], ...] = ()
 
 
@@ -189,9 +185,7 @@ class LaneActorManager(RayActorManager):
         self._worker_class: Any = None
         self._no_metrics: ray.ObjectRef | None = None
 
-    def pack(
-        self, lanes: int, *, more_trials_expected: Callable[[], bool], pausing: Callable[[], bool]
-    ) -> None:
+    def pack(self, lanes: int, *, more_trials_expected: Callable[[], bool], pausing: Callable[[], bool]) -> None:
         """Say how many lanes a worker has, and how to ask the controller what is to come."""
         self._packer = Packer(lanes)
         self._more_trials_expected = more_trials_expected
@@ -220,9 +214,7 @@ class LaneActorManager(RayActorManager):
     ) -> TrackedActor:
         kind = _trainable_class(cls)
         if not issubclass(kind, FusedTrainable):
-            self._say_once(
-                f"{kind.__name__} is no FusedTrainable, so each of its trials runs in a process of its own."
-            )
+            self._say_once(f"{kind.__name__} is no FusedTrainable, so each of its trials runs in a process of its own.")
             return super().add_actor(
                 cls, kwargs, resource_request, on_start=on_start, on_stop=on_stop, on_error=on_error
             )
@@ -318,9 +310,9 @@ class LaneActorManager(RayActorManager):
         for number in plan.close:
             self._close_worker(self._workers.pop(number))
         for number, resource_request in plan.open:
-            self._open_worker(number, resource_request)  # type: ignore[arg-type]
+            self._open_worker(number, resource_request)
         for placement in plan.place:
-            self._start_lane(placement.trial, self._workers[placement.worker])  # type: ignore[arg-type]
+            self._start_lane(placement.trial, self._workers[placement.worker])
         return started
 
     def _send_rounds(self) -> None:
@@ -406,9 +398,9 @@ class LaneActorManager(RayActorManager):
         if self._worker_class is None:
             propagated = {name: os.environ[name] for name in ENV_VARS_TO_PROPAGATE if name in os.environ}
             # Lightning must not fork in a Ray worker: ray issue 28197.
-            self._worker_class = ray.remote(
-                runtime_env={"env_vars": {"PL_DISABLE_FORK": "1", **propagated}}
-            )(WorkerActor)
+            self._worker_class = ray.remote(runtime_env={"env_vars": {"PL_DISABLE_FORK": "1", **propagated}})(
+                WorkerActor
+            )
         head = {} if resource_request.head_bundle_is_empty else resource_request.bundles[0]
         kwargs = {"lanes": self._packer.lanes, "cpus": head.get("CPU", 0), "gpus": head.get("GPU", 0)}
 
@@ -418,9 +410,7 @@ class LaneActorManager(RayActorManager):
         def on_error(tracked: TrackedActor, error: Exception) -> None:
             self._lose_worker(worker, error)
 
-        tracked = super().add_actor(
-            self._worker_class, kwargs, resource_request, on_start=on_start, on_error=on_error
-        )
+        tracked = super().add_actor(self._worker_class, kwargs, resource_request, on_start=on_start, on_error=on_error)
         worker = _Worker(number, tracked)
         self._workers[number] = worker
         self._worker_actors.add(tracked)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import numbers
 import weakref
 from typing import Any
 
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import FIFOScheduler, ResourceChangingScheduler, TrialScheduler
 
+from hfta_tune._checks import check_hooks
 from hfta_tune.trainable import FusedTrainable
 from hfta_tune.tune._executor import LaneActorManager, pack_trials_of
-from hfta_tune.worker import check_hooks
 
 __all__ = ["HFTAPacker"]
 
@@ -39,7 +38,7 @@ class HFTAPacker(TrialScheduler):
     """
 
     def __init__(self, base_scheduler: TrialScheduler | None = None, *, B: int = 8) -> None:
-        if isinstance(B, bool) or not isinstance(B, numbers.Integral) or B < 1:
+        if isinstance(B, bool) or not hasattr(B, "__index__") or B < 1:
             raise ValueError(f"B, the number of trials in one worker, must be a positive integer but got {B!r}.")
         if base_scheduler is not None and not isinstance(base_scheduler, TrialScheduler):
             raise TypeError(
@@ -62,10 +61,10 @@ class HFTAPacker(TrialScheduler):
         return getattr(self._base_scheduler, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_executor": None}
+        return {**self.__dict__, "_executor": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        self.__dict__.update(state)
 
     @property
     def B(self) -> int:

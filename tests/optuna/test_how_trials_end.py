@@ -39,9 +39,7 @@ def epochs_of(study: optuna.Study) -> list[int]:
 
 @pytest.fixture
 def study() -> Iterator[optuna.Study]:
-    study = optuna.create_study(
-        sampler=optuna.samplers.RandomSampler(seed=0), pruner=optuna.pruners.NopPruner()
-    )
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0), pruner=optuna.pruners.NopPruner())
     yield study
     assert TrialState.RUNNING not in states(study)
     # And the study is free again.
@@ -74,9 +72,7 @@ class TestNaN:
         assert all(np.isfinite(trial.value) for trial in study.trials if trial.number != 1)
         assert any("Trial 1 failed" in message and "nan" in message for message in optuna_log.messages)
 
-    def test_no_warning_of_optuna(
-        self, study: optuna.Study, line: Any, recwarn: pytest.WarningsRecorder
-    ) -> None:
+    def test_no_warning_of_optuna(self, study: optuna.Study, line: Any, recwarn: pytest.WarningsRecorder) -> None:
         hfta_tune.optimize(study, line, lambda trial: {"lr": float("nan")}, n_trials=2, epochs=1)
         assert states(study) == [FAIL, FAIL]
         assert not [warning for warning in recwarn if "optuna" in warning.filename]
@@ -169,9 +165,7 @@ class TestExceptionOfOneTrial:
         # As under study.optimize, the trial whose exception ends the study has no callback.
         assert sorted(seen) == [0, 1]
 
-    def test_the_first_is_raised(
-        self, study: optuna.Study, line: Any, optuna_log: pytest.LogCaptureFixture
-    ) -> None:
+    def test_the_first_is_raised(self, study: optuna.Study, line: Any, optuna_log: pytest.LogCaptureFixture) -> None:
         def raise_after_trial(study: optuna.Study, trial: FrozenTrial) -> None:
             raise (HookError if trial.number == 1 else OtherError)(f"after trial {trial.number}")
 
@@ -331,9 +325,7 @@ class TestCallbacks:
 
 
 class TestKeyboardInterrupt:
-    def test_in_a_callback(
-        self, study: optuna.Study, line: Any, optuna_log: pytest.LogCaptureFixture
-    ) -> None:
+    def test_in_a_callback(self, study: optuna.Study, line: Any, optuna_log: pytest.LogCaptureFixture) -> None:
         def interrupt(study: optuna.Study, trial: FrozenTrial) -> None:
             if trial.number == 5:
                 raise KeyboardInterrupt

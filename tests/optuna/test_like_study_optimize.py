@@ -185,9 +185,7 @@ def test_several_directions(digits: Any) -> None:
         return last
 
     def study() -> optuna.Study:
-        study = optuna.create_study(
-            directions=["minimize", "maximize"], sampler=optuna.samplers.RandomSampler(seed=0)
-        )
+        study = optuna.create_study(directions=["minimize", "maximize"], sampler=optuna.samplers.RandomSampler(seed=0))
         for config in digits.configs(6):
             study.enqueue_trial(config)
         return study

@@ -107,7 +107,10 @@ def test_packed_trials_train_as_alone(storage: str) -> None:
         assert len(own) == len(alone) == 20
         for name in ("train_loss", "accuracy"):
             torch.testing.assert_close(
-                torch.tensor([r[name] for r in own]), torch.tensor([r[name] for r in alone]), rtol=1e-4, atol=1e-6
+                torch.tensor([r[name] for r in own]),
+                torch.tensor([r[name] for r in alone]),
+                rtol=1e-4,
+                atol=1e-6,
             )
 
 
@@ -320,9 +323,7 @@ def test_checkpoints_and_stop_at_the_end(storage: str) -> None:
         model.load_state_dict(state["model"])
 
 
-def test_another_trainable_runs_the_stock_way_with_one_warning(
-    storage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_trainable_runs_the_stock_way_with_one_warning(storage: str, caplog: pytest.LogCaptureFixture) -> None:
     def objective(config: dict[str, Any]) -> None:
         tune.report({"score": config["x"], "pid": os.getpid()})
 
@@ -341,7 +342,14 @@ def test_without_the_packer_a_fused_trainable_is_an_ordinary_trainable(storage: 
 
 
 def test_nothing_is_left_behind(storage: str) -> None:
-    run(Points, storage, config={"lr": 0.1}, num_samples=3, scheduler=HFTAPacker(B=2), stop={"training_iteration": 1})
+    run(
+        Points,
+        storage,
+        config={"lr": 0.1},
+        num_samples=3,
+        scheduler=HFTAPacker(B=2),
+        stop={"training_iteration": 1},
+    )
     everything = placement_group([{"CPU": ray.cluster_resources()["CPU"]}])
     ray.get(everything.ready(), timeout=60)
     remove_placement_group(everything)

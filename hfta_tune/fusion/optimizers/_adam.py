@@ -99,14 +99,10 @@ class FusedAdam(NativeOptimizer):
         beta1, beta2 = numbers.host("betas", 0), numbers.host("betas", 1)
         first = [group.state["exp_avg"][name] for name in names]
         second = [group.state["exp_avg_sq"][name] for name in names]
-        torch._foreach_lerp_(
-            first, gradients, [numbers.device("1-beta1", [1 - b for b in beta1], dtype)] * many
-        )
+        torch._foreach_lerp_(first, gradients, [numbers.device("1-beta1", [1 - b for b in beta1], dtype)] * many)
         torch._foreach_mul_(second, [numbers.device("beta2", beta2, dtype)] * many)
         squares = torch._foreach_mul(gradients, gradients)
-        torch._foreach_addcmul_(
-            second, squares, [numbers.device("1-beta2", [1 - b for b in beta2], dtype)] * many
-        )
+        torch._foreach_addcmul_(second, squares, [numbers.device("1-beta2", [1 - b for b in beta2], dtype)] * many)
         if group.flags["amsgrad"]:
             largest = [group.state["max_exp_avg_sq"][name] for name in names]
             torch._foreach_maximum_(largest, second)

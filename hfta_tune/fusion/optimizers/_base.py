@@ -54,7 +54,7 @@ class LaneNumbers:
 
 
 def has_plain_steps(optimizer: Optimizer) -> bool:
-    """Whether a native update can stand in for `optimizer.step()`: no hooks, dense parameters of one real type."""
+    """Whether a native update can stand in for `optimizer.step()`: no hooks, one dense real dtype a group."""
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     groups: list[dict[str, Any]] = optimizer.param_groups
     return not hooked and all(

@@ -36,9 +36,7 @@ class ParameterGroup:
         device = stack.parameters[self.names[0]].device if self.names else torch.device("cpu")
         self.numbers = LaneNumbers(optimizers, group, device)
         self.parameters = {name: stack.parameters[name].detach().flatten(1) for name in self.names}
-        self.lanes_parameters = {
-            name: [lane.model.get_parameter(name) for lane in lanes] for name in self.names
-        }
+        self.lanes_parameters = {name: [lane.model.get_parameter(name) for lane in lanes] for name in self.names}
         self.optimizers = optimizers
         self.state: dict[str, dict[str, Tensor]] = {}
         self.started = {
@@ -69,7 +67,7 @@ class ParameterGroup:
 
     def _own_state(self, name: str) -> list[dict[str, Any]]:
         return [
-            optimizer.state[parameter] if parameter in optimizer.state else {}
+            optimizer.state.get(parameter, {})
             for optimizer, parameter in zip(self.optimizers, self.lanes_parameters[name], strict=True)
         ]
 
@@ -99,10 +97,7 @@ class NativeOptimizer:
 
     @classmethod
     def _flags(cls, optimizer: Optimizer) -> list[dict[str, Any]]:
-        return [
-            {name: bool(group.get(name, False)) for name in cls.flag_names}
-            for group in optimizer.param_groups
-        ]
+        return [{name: bool(group.get(name, False)) for name in cls.flag_names} for group in optimizer.param_groups]
 
     @torch.no_grad()
     def step(self, gradients: dict[str, Tensor | None]) -> None:

@@ -76,9 +76,7 @@ class FusedSGD(NativeOptimizer):
         return list(torch._foreach_addcmul(gradients, buffers, [factor] * len(names)))
 
     @staticmethod
-    def _keep_buffers(
-        group: ParameterGroup, names: list[str], moved: list[Tensor], momentum: list[float]
-    ) -> None:
+    def _keep_buffers(group: ParameterGroup, names: list[str], moved: list[Tensor], momentum: list[float]) -> None:
         """Store the moved buffers; a lane whose momentum is 0 leaves its buffer as it is, as torch does."""
         buffers = [group.state[_BUFFER][name] for name in names]
         if all(momentum):

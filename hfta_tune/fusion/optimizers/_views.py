@@ -25,10 +25,13 @@ class OptimizerViews:
     def step(self, gradients: dict[str, Tensor | None]) -> None:
         """Update the stacked parameters in place; a parameter without gradient is left alone."""
         for name, gradient in gradients.items():
-            for lane, parameter in enumerate(self._own[name]):
-                parameter.grad = None if gradient is None else gradient[lane]
+            for row, parameter in enumerate(self._own[name]):
+                parameter.grad = None if gradient is None else gradient[row]
         for lane in self._lanes:
-            lane.optimizer.step()
+            try:
+                lane.optimizer.step()
+            except Exception as error:  # the other lanes go on
+                lane.error = error
         for parameters in self._own.values():
             for parameter in parameters:
                 parameter.grad = None

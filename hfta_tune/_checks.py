@@ -1,0 +1,122 @@
+"""Checks of what a trial's hooks are and return. Each error names the trial, the value and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from hfta_tune.fusion import FusionError, optimizer_split
+
+__all__ = [
+    "check_hooks",
+    "check_own_parameters",
+    "check_schedule",
+    "checked_evaluation",
+    "checked_split",
+    "overrides",
+]
+
+_REQUIRED_HOOKS = {
+    "build_model": "(self, config)",
+    "build_optimizer": "(self, model, config)",
+    "train_dataloader": "(self, config)",
+    "training_step": "(self, model, batch, config)",
+}
+
+
+def check_hooks(kind: type) -> None:
+    """Check that a FusedTrainable class has the hooks that it must have.
+
+    Raises:
+        FusionError: with the missing hooks.
+    """
+    missing = [
+        f"{hook}{arguments}"
+        for hook, arguments in _REQUIRED_HOOKS.items()
+        if getattr(kind, hook, None) is None or getattr(getattr(kind, hook), "__isabstractmethod__", False)
+    ]
+    if missing:
+        raise FusionError(f"{kind.__name__} lacks a required hook; define {', '.join(missing)}.")
+
+
+def overrides(kind: type, hook: str) -> bool:
+    """Whether a class defines an optional hook itself, rather than inherits FusedTrainable's."""
+    defined = [vars(base)[hook] for base in kind.__mro__ if hook in vars(base)]
+    return len(defined) > 1
+
+
+def check_own_parameters(name: str, model: nn.Module, others: Mapping[str, nn.Module]) -> None:
+    """Check that no other trial of the worker trains a parameter of `model`."""
+    trained = {
+        id(parameter): other
+        for other, theirs in others.items()
+        for parameter in theirs.parameters()
+        if parameter.requires_grad
+    }
+    for path, parameter in model.named_parameters():
+        if id(parameter) in trained:
+            raise FusionError(
+                f"trial {name}: build_model returned a model whose parameter {path!r} trial "
+                f"{trained[id(parameter)]} trains already. Build a new model, or a copy.deepcopy, for each trial."
+            )
+
+
+def checked_split(name: str, model: nn.Module, optimizer: Any) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the parameters in each group of what build_optimizer returned."""
+    if not isinstance(optimizer, Optimizer):
+        raise FusionError(
+            f"trial {name}: build_optimizer returned {optimizer!r:.80}; return a torch.optim.Optimizer "
+            "over model.parameters()."
+        )
+    try:
+        return optimizer_split(model, optimizer)
+    except KeyError as error:
+        foreign = error.args[0]
+        raise FusionError(
+            f"trial {name}: build_optimizer's optimizer holds a parameter of shape {list(foreign.shape)} that "
+            "is not the model's. Build it over the parameters of the model that it is handed."
+        ) from None
+
+
+def check_schedule(name: str, trainable: Any, optimizer: Optimizer, scheduler: Any) -> None:
+    """Check what build_lr_scheduler returned, and the class attributes about it."""
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise FusionError(
+            f"trial {name}: build_lr_scheduler returned {scheduler!r:.80}; return a scheduler of "
+            "torch.optim.lr_scheduler, or None."
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise FusionError(
+            f"trial {name}: build_lr_scheduler returned a scheduler on another optimizer. Build it on the "
+            "optimizer that it is handed."
+        )
+    interval = trainable.lr_scheduler_interval
+    if interval not in ("epoch", "step"):
+        raise FusionError(f'trial {name}: lr_scheduler_interval is {interval!r}; set it to "epoch" or "step".')
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        return
+    if trainable.lr_scheduler_monitor is None:
+        raise FusionError(
+            f"trial {name}: ReduceLROnPlateau needs a metric to watch but lr_scheduler_monitor is None. "
+            'Set lr_scheduler_monitor to a result, such as "train_loss".'
+        )
+    if interval == "step":
+        raise FusionError(
+            f"trial {name}: ReduceLROnPlateau watches a round's results but lr_scheduler_interval is "
+            '"step"; set it to "epoch".'
+        )
+
+
+def checked_evaluation(name: str, metrics: Any) -> dict[str, float]:
+    """Return what evaluate returned as a dict of floats."""
+    try:
+        return {str(metric): float(value) for metric, value in ({} if metrics is None else metrics).items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        raise FusionError(
+            f"trial {name}: evaluate returned {metrics!r:.200}; return a dict of numbers such as "
+            '{"accuracy": 0.9}, or None.'
+        ) from None
