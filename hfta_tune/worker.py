@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
+from hfta_tune._checkpoint import CHECKPOINT_FILE, built_numbers, put_state, read_checkpoint, state_of
 from hfta_tune._checks import (
     check_hooks,
     check_own_parameters,
@@ -44,8 +44,6 @@ from hfta_tune.fusion import (
 
 __all__ = ["CHECKPOINT_FILE", "Worker"]
 
-CHECKPOINT_FILE = "checkpoint.pt"
-
 
 @dataclass(eq=False, slots=True)
 class _Trial:
@@ -58,6 +56,7 @@ class _Trial:
     data: Data
     model_signature: Signature
     optimizer_form: Any
+    built: list[dict[str, Any]]
     epoch: int = 0
     array: FusedArray | None = None
     key: Any = None
@@ -90,7 +89,9 @@ class Worker:
         try:
             self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         except (RuntimeError, TypeError) as error:
-            raise ValueError(f'device must be a device of torch, such as "cpu" or "cuda:0", but got {device!r}.') from error
+            raise ValueError(
+                f'device must be a device of torch, such as "cpu" or "cuda:0", but got {device!r}.'
+            ) from error
         self._trials: dict[str, _Trial] = {}
         self._arrays: dict[FusedArray, Any] = {}
         self._steps: dict[type, Steps] = {}
@@ -140,7 +141,9 @@ class Worker:
         if trial_id in self._trials:
             raise ValueError(f"trial {trial_id} has a lane in this worker already.")
         if not self.free_lanes:
-            raise ValueError(f"trial {trial_id}: all {self.lanes} lanes of this worker are taken; remove a trial first.")
+            raise ValueError(
+                f"trial {trial_id}: all {self.lanes} lanes are taken; remove a trial first."
+            )
         check_hooks(type(trainable))
         config = copied(config)
         with self._own_randomness(int(config.get("seed", trainable.seed))):
@@ -151,6 +154,7 @@ class Worker:
             model.to(self.device)
             optimizer = trainable.build_optimizer(model, copied(config))
             split = checked_split(trial_id, model, optimizer)
+            built = built_numbers(optimizer)
             scheduler = trainable.build_lr_scheduler(optimizer, copied(config))
         check_schedule(trial_id, trainable, optimizer, scheduler)
         with self._own_randomness(int(trainable.seed)):
@@ -172,6 +176,7 @@ class Worker:
             data,
             model_signature(model),
             (form_of_optimizer(optimizer), split),
+            built,
         )
 
     def remove(self, trial_id: str) -> None:
@@ -211,21 +216,13 @@ class Worker:
         """Return a trial's checkpoint in plain PyTorch; its tensors are copies on the CPU.
 
         `model`, `optimizer` and `lr_scheduler` (None without one) are the objects' own state_dict();
-        `epoch` counts the rounds trained.
+        `epoch` counts the rounds trained; `optimizer_numbers` are the groups' numbers as built.
         """
         trial = self._trial(trial_id)
-        scheduler = trial.lane.scheduler
-        state = {
-            "model": dict(trial.lane.model.state_dict()),
-            "optimizer": trial.lane.optimizer.state_dict(),
-            "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
-            "epoch": trial.epoch,
-        }
-        copies: dict[str, Any] = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu().clone(), state)
-        return copies
+        return state_of(trial.lane, trial.epoch, trial.built)
 
     def load_state_dict(self, trial_id: str, state: Mapping[str, Any]) -> None:
-        """Put a trial into the state of a checkpoint.
+        """Put a trial into the state of a checkpoint; numbers of the optimizer that config changed since hold.
 
         Raises:
             FusionError: if the checkpoint does not fit the trial.
@@ -234,23 +231,13 @@ class Worker:
         self._park(trial)
         before = self.state_dict(trial_id)
         try:
-            self._put(trial, state)
+            trial.epoch = put_state(trial.lane, state, trial.built)
         except Exception as error:
-            self._put(trial, before)
+            put_state(trial.lane, before, trial.built)
             raise FusionError(
                 f"trial {trial_id}: the checkpoint does not fit the trial's model or optimizer "
                 f"({type(error).__name__}: {error}). Restore it with the config that it was saved with."
             ) from error
-
-    @staticmethod
-    def _put(trial: _Trial, state: Mapping[str, Any]) -> None:
-        lane = trial.lane
-        epoch = int(state["epoch"])
-        lane.model.load_state_dict(state["model"])
-        lane.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        if lane.scheduler is not None and state["lr_scheduler"] is not None:
-            lane.scheduler.load_state_dict(copy.deepcopy(state["lr_scheduler"]))
-        trial.epoch = epoch
 
     def save(self, trial_id: str, directory: str | os.PathLike[str]) -> None:
         """Write a trial's checkpoint to `directory`, as one file that torch.load reads with weights_only=True."""
@@ -263,20 +250,7 @@ class Worker:
             FusionError: if the file is missing, corrupt, or does not fit the trial.
         """
         self._trial(trial_id)
-        path = Path(directory) / CHECKPOINT_FILE
-        try:
-            state = torch.load(path, map_location=self.device, weights_only=True)
-        except Exception as error:
-            raise FusionError(
-                f"trial {trial_id}: the checkpoint {path} cannot be read ({type(error).__name__}: "
-                f"{str(error).splitlines()[0] if str(error) else ''}). Delete it to restore from an earlier one."
-            ) from error
-        if not isinstance(state, dict) or not {"model", "optimizer", "lr_scheduler", "epoch"} <= state.keys():
-            raise FusionError(
-                f"trial {trial_id}: the file {path} is no checkpoint of hfta_tune (it lacks model, optimizer, "
-                "lr_scheduler or epoch). Restore from a checkpoint that a FusedTrainable saved."
-            )
-        self.load_state_dict(trial_id, state)
+        self.load_state_dict(trial_id, read_checkpoint(trial_id, directory, self.device))
 
     # Arrays
 

@@ -664,7 +664,7 @@ def test_a_corrupt_checkpoint(case: str, tmp_path: Path) -> None:
     worker.run_round()
     worker.save("odd", tmp_path)
     CORRUPT[case](tmp_path / "checkpoint.pt")
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(FusionError) as caught:
         worker.load("odd", tmp_path)
     assert_says(caught.value, "checkpoint", re.escape(str(tmp_path)))
     for r in (1, 2):
@@ -701,7 +701,7 @@ def test_a_checkpoint_of_another_trial_s_form(task: type[Task], tmp_path: Path) 
     add(worker, "odd", FusedTask, {"seed": 3, "lr": 0.1})
     expected = alone(3) | {"odd": reference.train(Task(), {"seed": 3, "lr": 0.1}, 3)}
     worker.run_round()
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(FusionError) as caught:
         worker.load("odd", tmp_path)
     assert_says(caught.value, "checkpoint")
     for r in (1, 2):

@@ -222,7 +222,8 @@ def test_a_lane_goes_back_to_its_checkpoint(model: str, optimizer: str, schedule
 def test_a_lane_takes_over_from_another() -> None:
     """As a scheduler does that clones a good trial: two lanes with one past."""
     task = reference.compose("cnn", "adam", "step")
-    worker = start(task, LANES[:3])
+    other_start = {**LANES[0], "seed": 99}
+    worker = start(task, [*LANES[:2], other_start])
     worker.run_round()
     worker.load_state_dict("cyd", worker.state_dict("ada"))
     before = worker.state_dict("ada")

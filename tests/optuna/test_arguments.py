@@ -117,22 +117,18 @@ def test_space_that_fills_one_dict_again_and_again(line: Any) -> None:
     assert len(set(losses({"optimizer": {}}, B=3))) == 3
 
 
-@pytest.mark.parametrize(
-    ("device", "cuda", "used"),
-    [(None, True, "cuda"), (None, False, "cpu"), ("cpu", True, "cpu"), (torch.device("meta"), True, "meta")],
-)
-def test_device(line: Any, monkeypatch: pytest.MonkeyPatch, device: Any, cuda: bool, used: str) -> None:
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("meta")])
+def test_device(line: Any, monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
     devices = []
 
     class OnCPU(Worker):
         def __init__(self, lanes: int = 1, *, device: str | torch.device | None = None) -> None:
-            devices.append(str(device))
+            devices.append(device)
             super().__init__(lanes, device="cpu")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(_optimize, "Worker", OnCPU)
     hfta_tune.optimize(optuna.create_study(), line, space, n_trials=1, epochs=1, device=device)
-    assert devices == [used]
+    assert devices == [device]
 
 
 def test_docstring_example() -> None:
