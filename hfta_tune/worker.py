@@ -141,9 +141,7 @@ class Worker:
         if trial_id in self._trials:
             raise ValueError(f"trial {trial_id} has a lane in this worker already.")
         if not self.free_lanes:
-            raise ValueError(
-                f"trial {trial_id}: all {self.lanes} lanes are taken; remove a trial first."
-            )
+            raise ValueError(f"trial {trial_id}: all {self.lanes} lanes are taken; remove a trial first.")
         check_hooks(type(trainable))
         config = copied(config)
         with self._own_randomness(int(config.get("seed", trainable.seed))):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from hfta_tune.fusion.lane import Lane
 from hfta_tune.fusion.optimizers._base import LaneNumbers, has_plain_steps
 from hfta_tune.fusion.stack import LaneStack
 
-__all__ = ["NativeOptimizer", "ParameterGroup"]
+__all__ = ["GroupUpdate", "NativeOptimizer", "ParameterGroup"]
 
 
 class ParameterGroup:
@@ -38,7 +39,9 @@ class ParameterGroup:
         self.parameters = {name: stack.parameters[name].detach().flatten(1) for name in self.names}
         self.lanes_parameters = {name: [lane.model.get_parameter(name) for lane in lanes] for name in self.names}
         self.optimizers = optimizers
+        self.dtype = next(iter(self.parameters.values())).dtype if self.names else torch.float32
         self.state: dict[str, dict[str, Tensor]] = {}
+        self._clocks: dict[str, Tensor] = {}
         self.started = {
             name: [bool(o.state.get(p)) for o, p in zip(optimizers, self.lanes_parameters[name], strict=True)]
             for name in self.names
@@ -61,9 +64,45 @@ class ParameterGroup:
         for key in keys:
             own[key] = self._view(key, name, lane)
 
-    def own_number(self, name: str, key: str) -> list[float]:
-        """A number that each lane's own state of a parameter holds, such as its step count; 0 if none."""
-        return [float(row.get(key, 0.0)) for row in self._own_state(name)]
+    def start(self, name: str, keys: Sequence[str]) -> None:
+        """Note that a parameter is stepped: lanes that had no state of it yet have it now."""
+        if not all(self.started[name]):
+            for lane, started in enumerate(self.started[name]):
+                if not started:
+                    self.started[name][lane] = True
+                    self.bind_state(name, lane, keys)
+            if name in self._clocks:
+                self._set_clock(name, self._clocks[name])
+
+    def start_clocks(self) -> None:
+        """Stack the lanes' step counts; parameters that have been stepped alike share one clock."""
+        clocks: dict[tuple[float, ...], Tensor] = {}
+        for name in self.names:
+            counts = [float(row.get("step", 0.0)) for row in self._own_state(name)]
+            device = self.parameters[name].device
+            clock = torch.tensor(counts, dtype=torch.float32, device=device).unsqueeze(1)
+            self._set_clock(name, clocks.setdefault(tuple(counts), clock))
+
+    def clocks_of(self, names: Sequence[str]) -> tuple[list[Tensor], tuple[int, ...]]:
+        """Return the clocks that tick in a step over `names`, and which of them each name goes by."""
+        if len(names) < len(self.names):
+            resting = {id(self._clocks[name]) for name in self.names if name not in names}
+            parted: dict[int, Tensor] = {}
+            for name in names:
+                clock = self._clocks[name]
+                if id(clock) in resting:
+                    self._set_clock(name, parted.setdefault(id(clock), clock.clone()))
+        clocks: dict[int, Tensor] = {}
+        for name in names:
+            clocks.setdefault(id(self._clocks[name]), self._clocks[name])
+        places = {identity: number for number, identity in enumerate(clocks)}
+        return list(clocks.values()), tuple(places[id(self._clocks[name])] for name in names)
+
+    def _set_clock(self, name: str, clock: Tensor) -> None:
+        self._clocks[name] = clock
+        for lane, started in enumerate(self.started[name]):
+            if started:
+                self.optimizers[lane].state[self.lanes_parameters[name][lane]]["step"] = clock[lane, 0]
 
     def _own_state(self, name: str) -> list[dict[str, Any]]:
         return [
@@ -75,8 +114,33 @@ class ParameterGroup:
         return self.state[key][name][lane].view(self.lanes_parameters[name][lane].shape)
 
 
+@dataclass(frozen=True, slots=True)
+class GroupUpdate:
+    """One update of a parameter group: everything that the computation reads besides parameters and gradients.
+
+    Attributes:
+        names: The parameters that have a gradient.
+        numbers: The group's numbers for this step, [lanes, 1] on the device.
+        state: {key: {name: [lanes, elements]}}, updated in place.
+        clocks: Step counts, [lanes, 1], updated in place.
+        clock_of: Which of `clocks` counts each of `names`.
+        form: What the sequence of operations depends on. Equal forms compute alike.
+    """
+
+    names: tuple[str, ...]
+    numbers: dict[str, Tensor]
+    state: dict[str, dict[str, Tensor]]
+    clocks: list[Tensor]
+    clock_of: tuple[int, ...]
+    form: Hashable
+
+
 class NativeOptimizer:
-    """Base of the native fused optimizers: SGD, Adam and AdamW."""
+    """Base of the native fused optimizers.
+
+    A step has two parts: `prepare` reads the lanes' numbers and keeps the books, on the host; `apply`
+    is tensor operations only, so that it can be compiled together with the forward and backward pass.
+    """
 
     classes: ClassVar[tuple[type[Optimizer], ...]]
     flag_names: ClassVar[tuple[str, ...]]
@@ -99,14 +163,30 @@ class NativeOptimizer:
     def _flags(cls, optimizer: Optimizer) -> list[dict[str, Any]]:
         return [{name: bool(group.get(name, False)) for name in cls.flag_names} for group in optimizer.param_groups]
 
-    @torch.no_grad()
     def step(self, gradients: dict[str, Tensor | None]) -> None:
         """Update the stacked parameters in place; a parameter without gradient is left alone."""
-        for group in self.groups:
-            names = [name for name in group.names if gradients.get(name) is not None]
-            if names:
-                flat = [gradients[name].flatten(1) for name in names]  # type: ignore[union-attr]
-                self._update(group, names, flat)
+        given = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        updates = self.prepare(given)
+        parameters = {name: parameter for group in self.groups for name, parameter in group.parameters.items()}
+        self.apply(parameters, given, updates)
 
-    def _update(self, group: ParameterGroup, names: list[str], gradients: list[Tensor]) -> None:
+    def prepare(self, names: Iterable[str]) -> list[GroupUpdate]:
+        """Do the host's part of a step over the parameters `names`."""
+        names = set(names)
+        return [self._prepare(group, tuple(name for name in group.names if name in names)) for group in self.groups]
+
+    @classmethod
+    @torch.no_grad()
+    def apply(cls, parameters: dict[str, Tensor], gradients: dict[str, Tensor], updates: Sequence[GroupUpdate]) -> None:
+        """Update parameters and state in place; both dicts hold tensors of shape [lanes, ...]."""
+        for update in updates:
+            if update.names:
+                flat = [parameters[name].detach().flatten(1) for name in update.names]
+                cls._apply(flat, [gradients[name].flatten(1) for name in update.names], update)
+
+    def _prepare(self, group: ParameterGroup, names: tuple[str, ...]) -> GroupUpdate:
+        raise NotImplementedError
+
+    @classmethod
+    def _apply(cls, parameters: list[Tensor], gradients: list[Tensor], update: GroupUpdate) -> None:
         raise NotImplementedError

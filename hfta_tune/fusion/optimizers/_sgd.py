@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hfta_tune.fusion.lane import Lane
-from hfta_tune.fusion.optimizers._native import NativeOptimizer, ParameterGroup
+from hfta_tune.fusion.optimizers._native import GroupUpdate, NativeOptimizer, ParameterGroup
 from hfta_tune.fusion.stack import LaneStack
 
 __all__ = ["FusedSGD"]
@@ -31,63 +31,65 @@ class FusedSGD(NativeOptimizer):
         for group in self.groups:
             group.stack_state(_BUFFER)
 
-    def _update(self, group: ParameterGroup, names: list[str], gradients: list[Tensor]) -> None:
-        parameters = [group.parameters[name] for name in names]
-        dtype = parameters[0].dtype
-        numbers = group.numbers
-        if group.flags["maximize"]:
-            gradients = list(torch._foreach_neg(gradients))
-        decay = numbers.host("weight_decay")
+    def _prepare(self, group: ParameterGroup, names: tuple[str, ...]) -> GroupUpdate:
+        read, send = group.numbers.host, group.numbers.device
+        dtype = group.dtype
+        decay, momentum = read("weight_decay"), read("momentum")
+        numbers = {"-lr": send("-lr", [-number for number in read("lr")], dtype)}
         if any(decay):
-            decays = [numbers.device("weight_decay", decay, dtype)] * len(names)
-            gradients = list(torch._foreach_addcmul(gradients, parameters, decays))
-        momentum = numbers.host("momentum")
+            numbers["decay"] = send("decay", decay, dtype)
+        histories: list[tuple[bool, ...]] = []
+        which: list[int] = []
         if any(momentum):
-            gradients = self._with_momentum(group, names, gradients, momentum)
-        lr = numbers.device("-lr", [-number for number in numbers.host("lr")], dtype)
-        torch._foreach_addcmul_(parameters, gradients, [lr] * len(names))
-
-    def _with_momentum(
-        self, group: ParameterGroup, names: list[str], gradients: list[Tensor], momentum: list[float]
-    ) -> list[Tensor]:
-        buffers = [group.state[_BUFFER][name] for name in names]
-        dtype = buffers[0].dtype
-        dampening = group.numbers.host("dampening")
-        factors: dict[tuple[bool, ...], tuple[Tensor, Tensor]] = {}
-        for name in names:
-            started = tuple(group.started[name])
-            if started not in factors:
-                # A lane without momentum steps by its plain gradient; a fresh buffer is its first gradient.
-                plain = [not m or not s for m, s in zip(momentum, started, strict=True)]
-                keep = [0.0 if p else m for m, p in zip(momentum, plain, strict=True)]
-                take = [1.0 if p else 1.0 - d for d, p in zip(dampening, plain, strict=True)]
-                number = len(factors)
-                factors[started] = (
-                    group.numbers.device(f"keep {number}", keep, dtype),
-                    group.numbers.device(f"take {number}", take, dtype),
-                )
-        kept, taken = zip(*(factors[tuple(group.started[name])] for name in names), strict=True)
-        moved = list(torch._foreach_mul(buffers, kept))
-        torch._foreach_addcmul_(moved, gradients, taken)
-        self._keep_buffers(group, names, moved, momentum)
-        if not group.flags["nesterov"]:
-            return moved
-        factor = group.numbers.device("momentum", momentum, dtype)
-        return list(torch._foreach_addcmul(gradients, buffers, [factor] * len(names)))
+            numbers["momentum"] = send("momentum", momentum, dtype)
+            if not all(momentum):
+                numbers["moves"] = send("moves", [float(bool(number)) for number in momentum], dtype)
+            dampening = read("dampening")
+            for name in names:
+                started = tuple(group.started[name])
+                if started not in histories:
+                    # Without momentum the step is the plain gradient; a fresh buffer is its first gradient.
+                    plain = [not m or not s for m, s in zip(momentum, started, strict=True)]
+                    keep = [0.0 if p else m for m, p in zip(momentum, plain, strict=True)]
+                    take = [1.0 if p else 1.0 - d for d, p in zip(dampening, plain, strict=True)]
+                    number = len(histories)
+                    numbers[f"keep {number}"] = send(f"keep {number}", keep, dtype)
+                    numbers[f"take {number}"] = send(f"take {number}", take, dtype)
+                    histories.append(started)
+                which.append(histories.index(started))
+            self._start(group, names, momentum)
+        form = (names, tuple(group.flags.items()), tuple(numbers), tuple(which))
+        return GroupUpdate(names, numbers, group.state, [], tuple(which), form)
 
     @staticmethod
-    def _keep_buffers(group: ParameterGroup, names: list[str], moved: list[Tensor], momentum: list[float]) -> None:
-        """Store the moved buffers; a lane whose momentum is 0 leaves its buffer as it is, as torch does."""
-        buffers = [group.state[_BUFFER][name] for name in names]
-        if all(momentum):
-            torch._foreach_copy_(buffers, moved)
-        else:
-            moving = [lane for lane, number in enumerate(momentum) if number]
-            for buffer, new in zip(buffers, moved, strict=True):
-                buffer[moving] = new[moving]
+    def _start(group: ParameterGroup, names: tuple[str, ...], momentum: list[float]) -> None:
         for name in names:
             if not all(group.started[name]):
                 for lane, started in enumerate(group.started[name]):
                     if momentum[lane] and not started:
                         group.started[name][lane] = True
                         group.bind_state(name, lane, (_BUFFER,))
+
+    @classmethod
+    def _apply(cls, parameters: list[Tensor], gradients: list[Tensor], update: GroupUpdate) -> None:
+        _, flags, present, which = update.form  # type: ignore[misc]
+        options, numbers, many = dict(flags), update.numbers, len(parameters)
+        if options["maximize"]:
+            gradients = list(torch._foreach_neg(gradients))
+        if "decay" in present:
+            gradients = list(torch._foreach_addcmul(gradients, parameters, [numbers["decay"]] * many))
+        if "momentum" in present:
+            buffers = [update.state[_BUFFER][name] for name in update.names]
+            moved = list(torch._foreach_mul(buffers, [numbers[f"keep {number}"] for number in which]))
+            torch._foreach_addcmul_(moved, gradients, [numbers[f"take {number}"] for number in which])
+            if "moves" in present:  # a lane whose momentum is 0 leaves its buffer as it is, as torch does
+                torch._foreach_copy_(
+                    buffers,
+                    [torch.where(numbers["moves"] > 0, m, b) for m, b in zip(moved, buffers, strict=True)],
+                )
+            else:
+                torch._foreach_copy_(buffers, moved)
+            if options["nesterov"]:
+                moved = list(torch._foreach_addcmul(gradients, buffers, [numbers["momentum"]] * many))
+            gradients = moved
+        torch._foreach_addcmul_(parameters, gradients, [numbers["-lr"]] * many)
