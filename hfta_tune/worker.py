@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -29,6 +30,10 @@ from hfta_tune._metrics import RoundMeans
 from hfta_tune._recording import copied, numbers_of
 from hfta_tune._steps import Steps
 from hfta_tune.fusion import (
+    COMPILED,
+    LANE_BY_LANE,
+    VMAP,
+    CompiledStep,
     FusedArray,
     FusionError,
     FusionWarning,
@@ -43,6 +48,8 @@ from hfta_tune.fusion import (
 )
 
 __all__ = ["CHECKPOINT_FILE", "Worker"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -77,12 +84,17 @@ class Worker:
     Args:
         lanes: B, the number of trials that live here at once.
         device: Where to train; by default the CUDA device if there is one, else the CPU.
+        strategy: "auto" measures the strategies on each array and takes the fastest. "vmap" or "lane by lane"
+            keeps to that one where it can train the array. By default what the environment variable
+            HFTA_TUNE_STRATEGY says, else "auto".
 
     Raises:
-        ValueError: if `lanes` is no positive integer or `device` no device.
+        ValueError: if `lanes` is no positive integer, `device` no device or `strategy` none of the three.
     """
 
-    def __init__(self, lanes: int = 1, *, device: str | torch.device | None = None) -> None:
+    def __init__(
+        self, lanes: int = 1, *, device: str | torch.device | None = None, strategy: str | None = None
+    ) -> None:
         if isinstance(lanes, bool) or not hasattr(lanes, "__index__") or lanes < 1:
             raise ValueError(f"lanes must be a positive integer but got {lanes!r}.")
         self.lanes = int(lanes)
@@ -92,6 +104,12 @@ class Worker:
             raise ValueError(
                 f'device must be a device of torch, such as "cpu" or "cuda:0", but got {device!r}.'
             ) from error
+        strategy = strategy or os.environ.get("HFTA_TUNE_STRATEGY", "auto")
+        if strategy not in ("auto", VMAP, LANE_BY_LANE):
+            raise ValueError(f'strategy must be "auto", "{VMAP}" or "{LANE_BY_LANE}" but got {strategy!r}.')
+        self._strategies = (VMAP, LANE_BY_LANE, COMPILED) if strategy == "auto" else (strategy,)
+        self._compiled: dict[Any, dict[Any, CompiledStep | None]] = {}
+        self._rounds = 0
         self._trials: dict[str, _Trial] = {}
         self._arrays: dict[FusedArray, Any] = {}
         self._steps: dict[type, Steps] = {}
@@ -120,6 +138,7 @@ class Worker:
                     "trials": [names[lane] for lane in array.lanes],
                     "strategy": array.strategy,
                     "evaluation_strategy": array.evaluation_strategy,
+                    "seconds_a_step": array.seconds_a_step,
                 }
                 for array in self._arrays
             ],
@@ -184,11 +203,15 @@ class Worker:
         self._park(trial)
         del self._owners[trial.lane]
 
-    def run_round(self, trial_ids: Collection[str] | None = None) -> dict[str, dict[str, float] | Exception]:
+    def run_round(
+        self, trial_ids: Collection[str] | None = None, *, rounds_left: float | None = None
+    ) -> dict[str, dict[str, float] | Exception]:
         """Train one round: one pass over the training data, then one over the validation data.
 
         Args:
             trial_ids: The trials that take part; by default all. The others keep their state.
+            rounds_left: About how many rounds the worker has before it after this one, which tells whether
+                compiling pays. By default as many as it has behind it.
 
         Returns:
             {trial: metrics}. `train_loss` and the validation metrics are means over the round's batches,
@@ -203,8 +226,9 @@ class Worker:
         for trial in taking_part:
             groups.setdefault((trial.data, type(trial.trainable)), []).append(trial)
         outcomes: dict[str, dict[str, float] | Exception] = {}
+        self._rounds += 1
         for trials in groups.values():
-            outcomes.update(self._run_group(trials))
+            outcomes.update(self._run_group(trials, self._rounds if rounds_left is None else rounds_left))
         for name, outcome in outcomes.items():
             if isinstance(outcome, Exception):
                 self.remove(name)
@@ -304,7 +328,10 @@ class Worker:
             array = by_key.get(key)
             if array is None:
                 obstacle = self._obstacle(members[0])
-                array = FusedArray(self.device, fusible=obstacle is None)
+                strategies = self._strategies if obstacle is None else (LANE_BY_LANE,)
+                array = FusedArray(
+                    self.device, strategies=strategies, compiled=self._compiled.setdefault((key[0], *key[2:]), {})
+                )
                 self._arrays[array] = key
                 if obstacle is not None:
                     self._warn_once(f"{type(members[0].trainable).__name__} trains lane by lane: {obstacle}.")
@@ -315,7 +342,7 @@ class Worker:
 
     # Rounds
 
-    def _run_group(self, trials: list[_Trial]) -> dict[str, dict[str, float] | Exception]:
+    def _run_group(self, trials: list[_Trial], rounds_left: float) -> dict[str, dict[str, float] | Exception]:
         data, kind = trials[0].data, type(trials[0].trainable)
         steps = self._steps[kind]
         means = RoundMeans(self.device)
@@ -326,8 +353,14 @@ class Worker:
         with self._own_randomness(seed):
             try:
                 self._set_mode(self._arrange(alive), training=True)
+                steps_a_round = 0
                 for batch in self._batches(data.train, "train_dataloader"):
                     self._train_on(batch, steps, alive, failed, means)
+                    steps_a_round += 1
+                for array in _arrays_of(alive):
+                    seconds = array.compile_if_it_pays(rounds_left * steps_a_round)
+                    if seconds is not None:
+                        logger.info("Compiled the training step of %d lanes in %.1f s.", len(array.lanes), seconds)
                 if data.validation is not None and alive:
                     self._set_mode(self._arrange(alive), training=False)
                     for batch in self._batches(data.validation, "val_dataloader"):

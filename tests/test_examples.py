@@ -15,7 +15,18 @@ ROOT = Path(__file__).parents[1]
 COMMANDS = [
     ["examples/digits_tune.py", "--trials", "8", "--epochs", "2", "--lanes", "4", "--compare", "--compare-trials", "2"],
     ["examples/digits_tune.py", "--trials", "8", "--epochs", "3", "--lanes", "4", "--asha"],
-    ["examples/digits_optuna.py", "--trials", "8", "--epochs", "2", "--lanes", "4", "--compare", "--compare-trials", "2"],
+    [
+        "examples/digits_optuna.py",
+        "--trials",
+        "8",
+        "--epochs",
+        "2",
+        "--lanes",
+        "4",
+        "--compare",
+        "--compare-trials",
+        "2",
+    ],
 ]
 
 

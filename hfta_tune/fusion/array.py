@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -12,12 +16,24 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
+from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, VMAP, StrategyChoice
+from hfta_tune.fusion.compiled import CompiledStep
 from hfta_tune.fusion.errors import FusionError
+from hfta_tune.fusion.kernels import LaneKernels
 from hfta_tune.fusion.lane import Lane
-from hfta_tune.fusion.optimizers import FusedOptimizer, fuse_optimizers, obstacle_of_optimizer
+from hfta_tune.fusion.optimizers import (
+    FusedOptimizer,
+    GroupUpdate,
+    NativeOptimizer,
+    OptimizerViews,
+    fuse_optimizers,
+    obstacle_of_optimizer,
+)
 from hfta_tune.fusion.stack import LaneStack, Template
 
 __all__ = ["FusedArray", "LanesDiffer", "Step", "VmapFailed", "clone_batch"]
+
+logger = logging.getLogger(__name__)
 
 Step: TypeAlias = Callable[[Sequence[Lane], nn.Module, Any, Mapping[str, Tensor]], Any]
 """step(lanes, model, batch, values): one call of the user's code that stands for all of `lanes`.
@@ -43,42 +59,57 @@ class VmapFailed(Exception):
 class FusedArray:
     """Trains lanes whose models and optimizers have equal signatures.
 
-    Strategies: "vmap" (stacked tensors, one call of the step for all lanes) and "lane by lane" (plain
-    PyTorch on each lane's own objects, one after the other), for training and evaluation apart. A single
-    lane has nothing to share, so it trains in plain PyTorch.
+    Strategies: "vmap" (stacked tensors, one call of the step for all lanes), "compiled" (that as one
+    compiled function, optimizer included) and "lane by lane" (plain PyTorch on each lane's own objects, one
+    after the other). Those that can train the array are measured on its own steps, and the fastest goes on.
+    A single lane has nothing to share, so it trains in plain PyTorch.
+
+    Args:
+        device: Where the lanes' tensors are.
+        strategies: The candidates, of "vmap", "lane by lane" and "compiled".
+        compiled: Compiled steps of arrays with the same signature, by form; shared between arrays.
 
     Attributes:
         lanes: The lanes, in the order of their rows.
     """
 
-    def __init__(self, device: torch.device, *, fusible: bool = True) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        strategies: Sequence[str] = (VMAP, LANE_BY_LANE, COMPILED),
+        compiled: dict[Any, CompiledStep | None] | None = None,
+    ) -> None:
         self.lanes: list[Lane] = []
         self._device = device
         self._stack: LaneStack | None = None
         self._template: Template | None = None
         self._optimizer: FusedOptimizer | None = None
-        self._can_vmap_training = fusible
-        self._can_vmap_evaluation = fusible
+        self._choice = StrategyChoice([s for s in strategies if s != COMPILED], may_compile=COMPILED in strategies)
+        self._compiled: dict[Any, CompiledStep | None] = {} if compiled is None else compiled
+        self._can_vmap_evaluation = VMAP in strategies
         self._training_mode = True
         self._proven: set[Any] = set()
-
-    @property
-    def _vmap_training(self) -> bool:
-        return self._can_vmap_training and len(self.lanes) > 1
-
-    @property
-    def _vmap_evaluation(self) -> bool:
-        return self._can_vmap_evaluation and len(self.lanes) > 1
+        self._proven_compiled: set[Any] = set()
+        self._last: tuple[Step, Any] | None = None
+        self._with_gradient: tuple[str, ...] = ()
+        self._bound = False
 
     @property
     def strategy(self) -> str:
-        """The strategy of the training steps."""
-        return "vmap" if self._vmap_training else "lane by lane"
+        """The strategy of the next training step."""
+        return self._choice.strategy(len(self.lanes))
 
     @property
     def evaluation_strategy(self) -> str:
         """The strategy of the evaluation steps."""
-        return "vmap" if self._vmap_evaluation else "lane by lane"
+        fused = self._can_vmap_evaluation and self.strategy != LANE_BY_LANE
+        return VMAP if fused else LANE_BY_LANE
+
+    @property
+    def seconds_a_step(self) -> dict[str, float]:
+        """{strategy: seconds of a training step}, as measured on this array."""
+        return dict(self._choice.seconds)
 
     def change_lanes(self, *, leave: Sequence[Lane] = (), join: Sequence[Lane] = ()) -> None:
         """Take lanes out and in; the others go on undisturbed. A leaving lane keeps its state for itself."""
@@ -89,20 +120,18 @@ class FusedArray:
             lane.detach_storage()
         self.lanes.extend(join)
         self._stack = self._optimizer = None
-        if not self._vmap_training:
+        self._proven_compiled.clear()
+        if len(self.lanes) == 1:
             self._unstack()
 
     def train_lane_by_lane(self) -> None:
         """Give up vmap for the training steps; each lane's own optimizer goes on from the stacked state."""
-        self._can_vmap_training = False
-        self._unstack()
-        self.set_mode(training=self._training_mode)
+        self._choice.drop(VMAP)
+        self._choice.drop(COMPILED)
 
     def evaluate_lane_by_lane(self) -> None:
         """Give up vmap for the evaluation steps."""
         self._can_vmap_evaluation = False
-        if not self._vmap_training:
-            self._unstack()
         self.set_mode(training=self._training_mode)
 
     def set_mode(self, *, training: bool) -> None:
@@ -110,9 +139,8 @@ class FusedArray:
         self._training_mode = training
         if self._template is not None:
             self._template.train(training)
-        if self.strategy != "vmap" or self.evaluation_strategy != "vmap":
-            for lane in self.lanes:
-                lane.model.train(training)
+        for lane in self.lanes:
+            lane.model.train(training)
 
     def train_step(self, step: Step, batch: Any) -> Tensor:
         """Train every lane on one batch; return the losses, [lanes], NaN for a lane that raised.
@@ -123,17 +151,130 @@ class FusedArray:
         """
         for lane in self.lanes:
             lane.mark_optimizer_called()
-        if not self._vmap_training:
-            return torch.stack([self._train_alone(step, lane, own) for lane, own in self._shares(batch)])
+        strategy = self.strategy
+        run = {VMAP: self._train_vmap, COMPILED: self._train_compiled, LANE_BY_LANE: self._train_alone}[strategy]
+        if not self._choice.measuring(strategy) or len(self.lanes) == 1:
+            return run(step, batch)
+        begin = self._now()
+        losses = run(step, batch)
+        self._choice.record(strategy, self._now() - begin)
+        return losses
+
+    def compile_if_it_pays(self, steps_left: float) -> float | None:
+        """Between rounds: compile the training step if what is left to train is worth it.
+
+        Args:
+            steps_left: How many training steps the array has before it.
+
+        Returns:
+            The seconds that it took, or None if nothing was compiled.
+        """
+        if self._last is None or not self._choice.compiling_pays(len(self.lanes), steps_left):
+            return None
+        step, batch = self._last
+        begin = self._now()
+        there = self._compile(step, batch)
+        seconds = self._now() - begin
+        self._choice.compiled(seconds, there=there)
+        return seconds
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":  # a measured step is waited for; others are not
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def _train_vmap(self, step: Step, batch: Any, updates: list[GroupUpdate] | None = None) -> Tensor:
         losses: Tensor = self._attempt(step, batch, self._fused_losses)
         if not losses.requires_grad:
             raise VmapFailed(_no_graph(self.lanes[0].name, losses), "training_step")
-        stack = self._stacked()
-        names = list(stack.trainable())
-        gradients = torch.autograd.grad(losses.sum(), list(stack.trainable().values()), allow_unused=True)
-        assert self._optimizer is not None
-        self._optimizer.step(dict(zip(names, gradients, strict=True)))
+        trainable = self._stacked().trainable()
+        gradients = torch.autograd.grad(losses.sum(), list(trainable.values()), allow_unused=True)
+        given = {name: g for name, g in zip(trainable, gradients, strict=True) if g is not None}
+        if updates is not None and isinstance(self._optimizer, NativeOptimizer):
+            self._optimizer.apply(self._stacked().parameters, given, updates)
+        elif self._optimizer is not None:
+            self._optimizer.step(given)
+        self._with_gradient = tuple(given)
+        self._last = (step, batch)
         return losses.detach()
+
+    def _train_compiled(self, step: Step, batch: Any) -> Tensor:
+        form = _form(batch)
+        # After lanes have changed, and for a new form of batch, the user's code is run once to see them.
+        if form in self._proven_compiled:
+            updates = self._prepare_optimizer()
+            compiled = self._compiled.get(self._step_form(batch, updates))
+            if compiled is not None:
+                losses, gradients = compiled(self._step_tensors(batch, updates))
+                if isinstance(self._optimizer, OptimizerViews):
+                    self._optimizer.step(gradients)
+                return losses  # type: ignore[no-any-return]
+            return self._train_vmap(step, batch, updates)
+        self._proven_compiled.add(form)
+        return self._train_vmap(step, batch)
+
+    def _compile(self, step: Step, batch: Any) -> bool:
+        """Compile the training step for batches of this form; return whether it is there."""
+        updates = self._prepare_optimizer()
+        form = self._step_form(batch, updates)
+        if form not in self._compiled:
+            try:
+                whole = functools.partial(self._whole_step, step, updates)
+                self._compiled[form] = CompiledStep(whole, self._step_tensors(batch, updates))
+            except Exception as error:  # whatever torch cannot compile goes on as it was
+                logger.info("The training step goes on uncompiled: %s", _first_line(error), exc_info=error)
+                self._compiled[form] = None
+        return self._compiled[form] is not None
+
+    def _whole_step(self, step: Step, updates: Sequence[GroupUpdate], tensors: dict[str, Any]) -> Any:
+        """Forward, backward and optimizer as a function of tensors, to be recorded."""
+        stack = self._stacked()
+        leaves = {
+            name: tensor.detach().requires_grad_(stack.parameters[name].requires_grad)
+            for name, tensor in tensors["parameters"].items()
+        }
+        losses, assigned = self._forward(
+            step, tensors["batch"], leaves, {**tensors["buffers"], **tensors["carried"]}, tensors["values"], self._loss
+        )
+        for name, buffer in assigned.items():
+            tensors["buffers"][name].copy_(buffer.detach())
+        trainable = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        found = torch.autograd.grad(losses.sum(), list(trainable.values()), allow_unused=True)
+        gradients = {name: g for name, g in zip(trainable, found, strict=True) if g is not None}
+        if not isinstance(self._optimizer, NativeOptimizer):
+            return losses.detach(), gradients
+        self._optimizer.apply(
+            tensors["parameters"],
+            gradients,
+            [replace(update, **given) for update, given in zip(updates, tensors["optimizer"], strict=True)],
+        )
+        return losses.detach(), {}
+
+    def _prepare_optimizer(self) -> list[GroupUpdate]:
+        optimizer = self._optimizer
+        return optimizer.prepare(self._with_gradient) if isinstance(optimizer, NativeOptimizer) else []
+
+    def _step_form(self, batch: Any, updates: Sequence[GroupUpdate]) -> Any:
+        """What a compiled step depends on besides its tensors and the signature."""
+        return _form(batch), tuple(update.form for update in updates), tuple(self._stacked().values)
+
+    def _step_tensors(self, batch: Any, updates: Sequence[GroupUpdate]) -> dict[str, Any]:
+        stack = self._stacked()
+        return {
+            "parameters": {name: parameter.detach() for name, parameter in stack.parameters.items()},
+            "buffers": stack.buffers,
+            "carried": stack.carried,
+            "values": stack.values,
+            "optimizer": [
+                {"numbers": update.numbers, "state": update.state, "clocks": update.clocks} for update in updates
+            ],
+            "batch": batch,
+        }
+
+    def _train_alone(self, step: Step, batch: Any) -> Tensor:
+        if self._bound:
+            self._unstack()
+        return torch.stack([self._train_lane(step, lane, own) for lane, own in self._shares(batch)])
 
     @torch.no_grad()
     def evaluation_step(self, step: Step, batch: Any) -> list[dict[str, Tensor]] | dict[str, Tensor]:
@@ -143,7 +284,7 @@ class FusedArray:
             LanesDiffer: from the step.
             VmapFailed: if the step does not run under vmap.
         """
-        if not self._vmap_evaluation:
+        if self.evaluation_strategy == LANE_BY_LANE:
             return [self._evaluate_alone(step, lane, own) for lane, own in self._shares(batch)]
         metrics: dict[str, Tensor] = self._attempt(step, batch, self._fused_metrics)
         return metrics
@@ -168,13 +309,15 @@ class FusedArray:
                     raise VmapFailed(error, "copying the model") from error
                 self._template.train(self._training_mode)
             self._stack = LaneStack(self.lanes, self._device)
-            self._optimizer = fuse_optimizers(self.lanes, self._stack) if self._vmap_training else None
+            self._optimizer = fuse_optimizers(self.lanes, self._stack)
+            self._bound = True
         return self._stack
 
     def _unstack(self) -> None:
         for lane in self.lanes:
             lane.detach_storage()
-        self._stack = self._optimizer = self._template = None
+        self._stack = self._optimizer = None
+        self._bound = False
 
     def _attempt(self, step: Step, batch: Any, fused: Callable[[Step, Any], Any]) -> Any:
         form = (fused.__name__, _form(batch))
@@ -213,15 +356,32 @@ class FusedArray:
     def _call(self, step: Step, batch: Any, finish: Callable[[Any], Any]) -> Any:
         """Call the step once for all lanes; `finish` checks what it returns and makes tensors of it."""
         stack = self._stacked()
+        result, assigned = self._forward(
+            step, batch, stack.parameters, {**stack.buffers, **stack.carried}, stack.values, finish
+        )
+        for name, buffer in assigned.items():
+            stack.buffers[name].copy_(buffer.detach())
+        return result
+
+    def _forward(
+        self,
+        step: Step,
+        batch: Any,
+        parameters: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        values: dict[Any, Tensor],
+        finish: Callable[[Any], Any],
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Return what the step returns for stacked tensors, and the buffers that it assigned anew."""
         template = self._template
         assert template is not None
         lanes = self.lanes
 
-        def one_call(model: nn.Module, batch: Any, values: Mapping[str, Tensor]) -> Any:
+        def one_call(model: nn.Module, batch: Any, values: Mapping[Any, Tensor]) -> Any:
             return step(lanes, model, batch, values)
 
         def one_lane(
-            parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: dict[str, Tensor]
+            parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: dict[Any, Tensor]
         ) -> tuple[Any, dict[str, Tensor]]:
             tensors = {f"model.{name}": tensor for name, tensor in (*parameters.items(), *buffers.items())}
             result = finish(functional_call(template, tensors, (one_call, batch, values)))
@@ -233,16 +393,17 @@ class FusedArray:
             }
             return result, assigned
 
-        with _quiet_and_batchable():
-            result, assigned = vmap(one_lane, in_dims=(0, 0, 0), randomness="different")(
-                stack.parameters, {**stack.buffers, **stack.carried}, stack.values
+        with _quiet_and_batchable(), LaneKernels():
+            result: tuple[Any, dict[str, Tensor]] = vmap(one_lane, in_dims=(0, 0, 0), randomness="different")(
+                parameters, buffers, values
             )
-        for name, buffer in assigned.items():
-            stack.buffers[name].copy_(buffer.detach())
         return result
 
+    def _loss(self, loss: Any) -> Tensor:
+        return check_loss(loss, self.lanes[0].name)
+
     def _fused_losses(self, step: Step, batch: Any) -> Tensor:
-        losses: Tensor = self._call(step, batch, lambda loss: check_loss(loss, self.lanes[0].name))
+        losses: Tensor = self._call(step, batch, self._loss)
         return losses
 
     def _fused_metrics(self, step: Step, batch: Any) -> dict[str, Tensor]:
@@ -250,7 +411,7 @@ class FusedArray:
         metrics: dict[str, Tensor] = self._call(step, batch, lambda own: check_metrics(own, name, device))
         return metrics
 
-    def _train_alone(self, step: Step, lane: Lane, batch: Any) -> Tensor:
+    def _train_lane(self, step: Step, lane: Lane, batch: Any) -> Tensor:
         if lane.error is not None:
             return torch.tensor(float("nan"), device=self._device)
         values = self._values_of(lane)

@@ -24,10 +24,9 @@ def _linear_rule(
         return out.unflatten(-1, (lanes, -1)), out.dim() - 1
     input = input.movedim(in_dims[0], 0)
     rows = input.reshape(lanes, -1, input.shape[-1])
-    if bias is None:
-        out = torch.bmm(rows, weight.transpose(1, 2))
-    else:
-        out = torch.baddbmm(bias.unsqueeze(1), rows, weight.transpose(1, 2))
+    out = torch.bmm(rows, weight.transpose(1, 2))
+    if bias is not None:
+        out = out + bias.unsqueeze(1)
     return out.reshape(*input.shape[:-1], weight.shape[1]), 0
 
 

@@ -51,6 +51,6 @@ def batch_norm(
     statistics = [tensor for tensor in (running_mean, running_var) if tensor is not None]
     if not all(map(is_batched, statistics)) or not any(map(is_batched, (input, weight, bias))):
         return NotImplemented
-    if any(torch._C._functorch.maybe_get_bdim(tensor) != 0 for tensor in statistics):  # type: ignore[attr-defined]
+    if any(torch._C._functorch.maybe_get_bdim(tensor) != 0 for tensor in statistics):
         return NotImplemented  # folding would copy them, and the copy would be updated
     return _batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)

@@ -42,7 +42,7 @@ def by_rule(operation: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
 
 def is_batched(value: Any) -> bool:
     """Whether a tensor has lanes behind its shape."""
-    return isinstance(value, Tensor) and torch._C._functorch.is_batchedtensor(value)  # type: ignore[attr-defined]
+    return isinstance(value, Tensor) and torch._C._functorch.is_batchedtensor(value)
 
 
 def lanes_at(tensor: Tensor, lane_dim: int | None, lanes: int, position: int) -> Tensor:

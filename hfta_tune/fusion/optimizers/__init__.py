@@ -5,6 +5,7 @@ from __future__ import annotations
 from hfta_tune.fusion.optimizers._adam import FusedAdam
 from hfta_tune.fusion.optimizers._base import FusedOptimizer
 from hfta_tune.fusion.optimizers._choice import form_of_optimizer, fuse_optimizers, obstacle_of_optimizer
+from hfta_tune.fusion.optimizers._native import GroupUpdate, NativeOptimizer
 from hfta_tune.fusion.optimizers._sgd import FusedSGD
 from hfta_tune.fusion.optimizers._views import OptimizerViews
 
@@ -12,6 +13,8 @@ __all__ = [
     "FusedAdam",
     "FusedOptimizer",
     "FusedSGD",
+    "GroupUpdate",
+    "NativeOptimizer",
     "OptimizerViews",
     "form_of_optimizer",
     "fuse_optimizers",

@@ -65,7 +65,7 @@ class FusedAdam(NativeOptimizer):
 
     @classmethod
     def _apply(cls, parameters: list[Tensor], gradients: list[Tensor], update: GroupUpdate) -> None:
-        _, flags, present, _ = update.form  # type: ignore[misc]
+        _, flags, present, _ = update.form
         options, numbers, many = dict(flags), update.numbers, len(parameters)
         dtype = parameters[0].dtype
         for clock in update.clocks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +19,8 @@ class FusedOptimizer(Protocol):
     and where state is found (as views), so `lane.optimizer.state_dict()` is always up to date.
     """
 
-    def step(self, gradients: dict[str, Tensor | None]) -> None:
-        """Update the stacked parameters in place from {name: [lanes, ...] or None}."""
+    def step(self, gradients: Mapping[str, Tensor]) -> None:
+        """Update the stacked parameters in place from {name: [lanes, ...]}, those that have a gradient."""
 
 
 class LaneNumbers:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -114,6 +114,10 @@ class ParameterGroup:
         return self.state[key][name][lane].view(self.lanes_parameters[name][lane].shape)
 
 
+Form: TypeAlias = tuple[tuple[str, ...], tuple[tuple[str, bool], ...], tuple[str, ...], tuple[int, ...]]
+"""Names with a gradient, flags, the numbers that are there, and which of several each name goes by."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupUpdate:
     """One update of a parameter group: everything that the computation reads besides parameters and gradients.
@@ -132,7 +136,7 @@ class GroupUpdate:
     state: dict[str, dict[str, Tensor]]
     clocks: list[Tensor]
     clock_of: tuple[int, ...]
-    form: Hashable
+    form: Form
 
 
 class NativeOptimizer:
@@ -163,12 +167,10 @@ class NativeOptimizer:
     def _flags(cls, optimizer: Optimizer) -> list[dict[str, Any]]:
         return [{name: bool(group.get(name, False)) for name in cls.flag_names} for group in optimizer.param_groups]
 
-    def step(self, gradients: dict[str, Tensor | None]) -> None:
+    def step(self, gradients: Mapping[str, Tensor]) -> None:
         """Update the stacked parameters in place; a parameter without gradient is left alone."""
-        given = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-        updates = self.prepare(given)
         parameters = {name: parameter for group in self.groups for name, parameter in group.parameters.items()}
-        self.apply(parameters, given, updates)
+        self.apply(parameters, gradients, self.prepare(gradients))
 
     def prepare(self, names: Iterable[str]) -> list[GroupUpdate]:
         """Do the host's part of a step over the parameters `names`."""
@@ -177,7 +179,9 @@ class NativeOptimizer:
 
     @classmethod
     @torch.no_grad()
-    def apply(cls, parameters: dict[str, Tensor], gradients: dict[str, Tensor], updates: Sequence[GroupUpdate]) -> None:
+    def apply(
+        cls, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], updates: Sequence[GroupUpdate]
+    ) -> None:
         """Update parameters and state in place; both dicts hold tensors of shape [lanes, ...]."""
         for update in updates:
             if update.names:

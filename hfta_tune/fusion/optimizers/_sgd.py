@@ -72,7 +72,7 @@ class FusedSGD(NativeOptimizer):
 
     @classmethod
     def _apply(cls, parameters: list[Tensor], gradients: list[Tensor], update: GroupUpdate) -> None:
-        _, flags, present, which = update.form  # type: ignore[misc]
+        _, flags, present, which = update.form
         options, numbers, many = dict(flags), update.numbers, len(parameters)
         if options["maximize"]:
             gradients = list(torch._foreach_neg(gradients))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -22,11 +22,11 @@ class OptimizerViews:
         self._lanes = list(lanes)
         self._own = {name: [lane.model.get_parameter(name) for lane in lanes] for name in stack.trainable()}
 
-    def step(self, gradients: dict[str, Tensor | None]) -> None:
+    def step(self, gradients: Mapping[str, Tensor]) -> None:
         """Update the stacked parameters in place; a parameter without gradient is left alone."""
         for name, gradient in gradients.items():
             for row, parameter in enumerate(self._own[name]):
-                parameter.grad = None if gradient is None else gradient[row]
+                parameter.grad = gradient[row]
         for lane in self._lanes:
             try:
                 lane.optimizer.step()

@@ -1,0 +1,90 @@
+"""The choice of a strategy by measurement. A pure state machine: it is told durations and asked what to run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, field
+
+__all__ = ["COMPILED", "LANE_BY_LANE", "VMAP", "StrategyChoice"]
+
+VMAP = "vmap"
+COMPILED = "compiled"
+LANE_BY_LANE = "lane by lane"
+
+_SAMPLES = {VMAP: 3, LANE_BY_LANE: 2, COMPILED: 3}
+_ASSUMED_COMPILE_SECONDS = 10.0
+_ASSUMED_GAIN = 0.5
+
+
+@dataclass
+class StrategyChoice:
+    """Which strategy the next training step of an array takes.
+
+    Each candidate trains a few real steps and the fastest goes on; again when the number of lanes has
+    halved or doubled. The first step of a candidate warms up and is not counted.
+
+    Attributes:
+        candidates: The strategies that can train this array, best guess first.
+        may_compile: Whether compiling may be tried.
+        seconds: {strategy: median seconds a step}, as far as measured.
+    """
+
+    candidates: list[str] = field(default_factory=lambda: [VMAP, LANE_BY_LANE])
+    may_compile: bool = True
+    seconds: dict[str, float] = field(default_factory=dict)
+    _samples: dict[str, list[float]] = field(default_factory=dict)
+    _lanes: int = 0
+    _steps: int = 0
+    _compile_seconds: float = _ASSUMED_COMPILE_SECONDS
+
+    def strategy(self, lanes: int) -> str:
+        """The strategy of the next step with this number of lanes."""
+        if lanes == 1:
+            return LANE_BY_LANE
+        if self._lanes and not self._lanes / 2 < lanes < self._lanes * 2:
+            self.seconds.clear()
+            self._samples.clear()
+        if not self.seconds:
+            self._lanes = lanes
+        for candidate in self.candidates:
+            if candidate not in self.seconds:
+                return candidate
+        return min(self.candidates, key=self.seconds.__getitem__)
+
+    def measuring(self, strategy: str) -> bool:
+        """Whether the duration of a step in this strategy is wanted."""
+        return strategy not in self.seconds
+
+    def record(self, strategy: str, seconds: float) -> None:
+        """Note how long a step took."""
+        samples = self._samples.setdefault(strategy, [])
+        samples.append(seconds)
+        if len(samples) == _SAMPLES[strategy] + 1:
+            self.seconds[strategy] = statistics.median(samples[1:])
+
+    def drop(self, strategy: str) -> None:
+        """A candidate turned out not to be able to train this array."""
+        if strategy in self.candidates:
+            self.candidates.remove(strategy)
+        if not self.candidates:
+            self.candidates.append(LANE_BY_LANE)
+
+    def compiling_pays(self, lanes: int, steps_left: float) -> bool:
+        """Whether compiling is worth its time, if it halves the duration of a step."""
+        best = min(self.seconds.values(), default=0.0)
+        settled = all(candidate in self.seconds for candidate in self.candidates)
+        return (
+            lanes > 1
+            and settled
+            and self.may_compile
+            and COMPILED not in self.candidates
+            and VMAP in self.candidates
+            and steps_left * best * _ASSUMED_GAIN > self._compile_seconds
+        )
+
+    def compiled(self, seconds: float, *, there: bool) -> None:
+        """Compiling took `seconds`; if the compiled step is there, it is measured next."""
+        self._compile_seconds = seconds if there else math.inf
+        if there:
+            self.candidates.append(COMPILED)

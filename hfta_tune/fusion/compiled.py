@@ -1,0 +1,86 @@
+"""A whole training step of an array as one compiled function: forward, backward and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = ["CompiledStep", "Tensors"]
+
+Tensors: TypeAlias = Any
+"""Nested dicts, lists and tuples of tensors. What is not in "batch" has shape [lanes, ...]."""
+
+
+class CompiledStep:
+    """A step of tensors, compiled once for any number of lanes.
+
+    The step is run once on stand-ins without data to record its tensor operations (the user's code,
+    vmap and autograd leave nothing else behind), and the record is compiled by torch's inductor. What
+    the step changes in place, the compiled function changes in place. Inductor's own cache on disk serves
+    other workers and later runs.
+
+    Args:
+        step: step(tensors) -> tensors: a whole training step. Everything that it reads is in `tensors`.
+        tensors: An example, {"batch": ..., other names: ...}.
+    """
+
+    def __init__(self, step: Callable[[Tensors], Tensors], tensors: dict[str, Tensors]) -> None:
+        from torch._dispatch.python import enable_python_dispatcher
+        from torch._inductor.compile_fx import compile_fx
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        leaves, self._structure = pytree.tree_flatten(tensors)
+        self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        constants = [None if tensor else leaf for tensor, leaf in zip(self._is_tensor, leaves, strict=True)]
+        shared = _batch_leaves(tensors)
+        fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        stand_ins = [
+            _stand_in(fake, leaf, number, varies=not batch)
+            for number, (leaf, batch) in enumerate(zip(leaves, shared, strict=True))
+            if isinstance(leaf, Tensor)
+        ]
+        results: list[Any] = []
+
+        def flat_step(*given: Tensor) -> list[Tensor]:
+            remaining = iter(given)
+            full = [next(remaining) if t else c for t, c in zip(self._is_tensor, constants, strict=True)]
+            out, structure = pytree.tree_flatten(step(pytree.tree_unflatten(full, self._structure)))
+            results.append(structure)
+            return out
+
+        with fake, enable_python_dispatcher():
+            record = make_fx(flat_step)(*stand_ins)
+        record.graph.eliminate_dead_code()
+        with torch.no_grad():
+            self._run: Any = compile_fx(record, stand_ins)
+        self._result = results[0]
+
+    def __call__(self, tensors: dict[str, Tensors]) -> Tensors:
+        """Run the step on tensors of the example's structure, with any number of lanes."""
+        given = [leaf for leaf in pytree.tree_leaves(tensors) if isinstance(leaf, Tensor)]
+        with torch.no_grad():
+            return pytree.tree_unflatten(list(self._run(*given)), self._result)
+
+
+def _batch_leaves(tensors: dict[str, Tensors]) -> list[bool]:
+    """For each leaf, whether it belongs to the batch that the lanes share."""
+    return [name == "batch" for name, part in tensors.items() for _ in range(len(pytree.tree_leaves(part)))]
+
+
+def _stand_in(fake: Any, tensor: Tensor, number: int, *, varies: bool) -> Tensor:
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    sizes = [DimDynamic.STATIC] * tensor.dim()
+    if varies and sizes:
+        sizes[0] = DimDynamic.DUCK
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+    source = ConstantSource(f"input{number}")
+    stand_in: Tensor = fake.from_tensor(tensor.detach(), symbolic_context=context, source=source)
+    return stand_in

@@ -1,0 +1,84 @@
+"""The choice of a strategy, told made-up durations."""
+
+from __future__ import annotations
+
+import math
+
+from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, VMAP, StrategyChoice
+
+
+def settle(choice: StrategyChoice, lanes: int, seconds: dict[str, float]) -> list[str]:
+    """Run steps of these durations until nothing is measured any more; return what ran."""
+    ran = []
+    while choice.measuring(strategy := choice.strategy(lanes)):
+        ran.append(strategy)
+        choice.record(strategy, seconds[strategy])
+        assert len(ran) < 20
+    return ran
+
+
+def test_the_fastest_goes_on() -> None:
+    for fast, slow in ((VMAP, LANE_BY_LANE), (LANE_BY_LANE, VMAP)):
+        choice = StrategyChoice()
+        ran = settle(choice, 8, {fast: 0.1, slow: 0.2})
+        assert set(ran) == {VMAP, LANE_BY_LANE}
+        assert choice.strategy(8) == fast
+
+
+def test_the_first_step_of_a_strategy_does_not_count() -> None:
+    choice = StrategyChoice()
+    for strategy, durations in ((VMAP, [9.0, 0.1, 0.1, 0.1]), (LANE_BY_LANE, [0.2, 0.2, 0.2])):
+        for duration in durations:
+            assert choice.strategy(8) == strategy
+            choice.record(strategy, duration)
+    assert choice.strategy(8) == VMAP
+
+
+def test_one_lane_is_plain_pytorch() -> None:
+    choice = StrategyChoice()
+    assert choice.strategy(1) == LANE_BY_LANE
+    settle(choice, 8, {VMAP: 0.1, LANE_BY_LANE: 0.2})
+    assert choice.strategy(1) == LANE_BY_LANE
+
+
+def test_it_measures_again_when_the_lanes_halve_or_double() -> None:
+    choice = StrategyChoice()
+    settle(choice, 8, {VMAP: 0.1, LANE_BY_LANE: 0.2})
+    assert not choice.measuring(choice.strategy(5)) and not choice.measuring(choice.strategy(15))
+    assert choice.measuring(choice.strategy(4))
+    settle(choice, 4, {VMAP: 0.1, LANE_BY_LANE: 0.05})
+    assert choice.strategy(4) == LANE_BY_LANE
+    assert choice.measuring(choice.strategy(8))
+
+
+def test_what_cannot_train_the_array_is_dropped() -> None:
+    choice = StrategyChoice([VMAP])
+    choice.drop(VMAP)
+    assert choice.strategy(8) == LANE_BY_LANE
+
+
+def test_compiling_must_pay() -> None:
+    choice = StrategyChoice()
+    assert not choice.compiling_pays(8, math.inf)  # nothing is measured yet
+    settle(choice, 8, {VMAP: 0.1, LANE_BY_LANE: 0.2})
+    assert not choice.compiling_pays(8, 100)
+    assert choice.compiling_pays(8, 1000)
+    assert not StrategyChoice(may_compile=False).compiling_pays(8, math.inf)
+
+
+def test_a_compiled_step_is_measured_like_the_others() -> None:
+    for seconds, expected in ((0.03, COMPILED), (0.3, VMAP)):
+        choice = StrategyChoice()
+        settle(choice, 8, {VMAP: 0.1, LANE_BY_LANE: 0.2})
+        choice.compiled(5.0, there=True)
+        assert choice.strategy(8) == COMPILED
+        settle(choice, 8, {COMPILED: seconds})
+        assert choice.strategy(8) == expected
+        assert not choice.compiling_pays(8, math.inf)
+
+
+def test_what_did_not_compile_is_not_tried_again() -> None:
+    choice = StrategyChoice()
+    settle(choice, 8, {VMAP: 0.1, LANE_BY_LANE: 0.2})
+    choice.compiled(5.0, there=False)
+    assert choice.strategy(8) == VMAP and not choice.compiling_pays(8, 1e9)

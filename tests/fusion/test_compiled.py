@@ -1,0 +1,97 @@
+"""The compiled step against plain PyTorch, while lanes come and go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trainables import Points
+
+from hfta_tune import FusedTrainable, Worker
+from hfta_tune.fusion import COMPILED
+from hfta_tune.fusion.choice import StrategyChoice
+
+pytestmark = pytest.mark.slow
+
+
+class Normed(Points):
+    """Batch norm, dropout that drops nothing, and AdamW."""
+
+    def build_model(self, config: dict[str, Any]) -> nn.Module:
+        # A bias before batch norm has no gradient but rounding, which Adam would magnify.
+        first = nn.Linear(8, 16, bias=False)
+        return nn.Sequential(first, nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.0), nn.Linear(16, 3))
+
+    def build_optimizer(self, model: nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=config["lr"], weight_decay=0.1, amsgrad=True)
+
+
+class Viewed(Points):
+    """SGD of the user's own on views, with a step that reads a float."""
+
+    def build_optimizer(self, model: nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(model.parameters(), lr=config["lr"], momentum=0.5)
+
+    def training_step(self, model: nn.Module, batch: Any, config: dict[str, Any]) -> torch.Tensor:
+        return super().training_step(model, batch, config) * (1 + config["lr"])
+
+
+class Momentum(Points):
+    """SGD with Nesterov momentum on a schedule by step."""
+
+    lr_scheduler_interval = "step"
+
+    def build_optimizer(self, model: nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, nesterov=True)
+
+    def build_lr_scheduler(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=config["lr"], total_steps=40)
+
+
+@pytest.fixture
+def always_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile once everything is measured, and prefer the compiled step."""
+    monkeypatch.setenv("HFTA_TUNE_STRATEGY", "auto")
+    real = StrategyChoice.strategy
+
+    def strategy(self: StrategyChoice, lanes: int) -> str:
+        chosen = real(self, lanes)
+        return COMPILED if COMPILED in self.candidates and lanes > 1 else chosen
+
+    monkeypatch.setattr(StrategyChoice, "strategy", strategy)
+
+
+@pytest.mark.parametrize("kind", [Normed, Viewed, Momentum])
+def test_compiled_lanes_train_as_alone(kind: type[FusedTrainable], always_compiles: None) -> None:
+    worker = Worker(6, device="cpu")
+    alone = {}
+
+    def join(name: str, lr: float) -> None:
+        config = {"lr": lr, "seed": ord(name)}
+        worker.add(name, kind._outside_tune(config), config)
+        alone[name] = Worker(1, device="cpu")
+        alone[name].add(name, kind._outside_tune(config), config)
+
+    for number, name in enumerate("abcd"):
+        join(name, 0.003 * (number + 1))
+    strategies = []
+    for round_ in range(7):
+        if round_ == 4:
+            worker.remove("b")
+            del alone["b"]
+        if round_ == 5:
+            join("e", 0.01)
+            join("f", 0.02)
+        results = worker.run_round(rounds_left=1e9)
+        strategies += [array["strategy"] for array in worker.describe()["arrays"]]
+        for name, own in alone.items():
+            expected = own.run_round()[name]
+            assert isinstance(expected, dict)
+            assert results[name] == pytest.approx(expected, rel=1e-4, abs=1e-5), (round_, name)
+    assert strategies[-3:] == [COMPILED] * 3
+    for name, own in alone.items():
+        expected, got = own.state_dict(name), worker.state_dict(name)
+        torch.testing.assert_close(got["model"], expected["model"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got["optimizer"], expected["optimizer"], rtol=1e-4, atol=1e-5)
