@@ -109,7 +109,6 @@ class Worker:
             raise ValueError(f'strategy must be "auto", "{VMAP}" or "{LANE_BY_LANE}" but got {strategy!r}.')
         self._strategies = (VMAP, LANE_BY_LANE, COMPILED) if strategy == "auto" else (strategy,)
         self._compiled: dict[Any, dict[Any, CompiledStep | None]] = {}
-        self._rounds = 0
         self._trials: dict[str, _Trial] = {}
         self._arrays: dict[FusedArray, Any] = {}
         self._steps: dict[type, Steps] = {}
@@ -210,8 +209,8 @@ class Worker:
 
         Args:
             trial_ids: The trials that take part; by default all. The others keep their state.
-            rounds_left: About how many rounds the worker has before it after this one, which tells whether
-                compiling pays. By default as many as it has behind it.
+            rounds_left: About how many rounds the worker has before it after this one, where that is known:
+                it tells whether compiling pays.
 
         Returns:
             {trial: metrics}. `train_loss` and the validation metrics are means over the round's batches,
@@ -226,9 +225,8 @@ class Worker:
         for trial in taking_part:
             groups.setdefault((trial.data, type(trial.trainable)), []).append(trial)
         outcomes: dict[str, dict[str, float] | Exception] = {}
-        self._rounds += 1
         for trials in groups.values():
-            outcomes.update(self._run_group(trials, self._rounds if rounds_left is None else rounds_left))
+            outcomes.update(self._run_group(trials, rounds_left or 0))
         for name, outcome in outcomes.items():
             if isinstance(outcome, Exception):
                 self.remove(name)
@@ -380,23 +378,7 @@ class Worker:
         self, batch: Any, steps: Steps, alive: list[_Trial], failed: dict[str, Any], means: RoundMeans
     ) -> None:
         size = _batch_size(batch)
-        pending = _arrays_of(alive)
-        while pending:
-            array = pending.pop()
-            # A step may change its batch in place; only its last reader gets the loader's own tensors.
-            own = clone_batch(batch) if pending else batch
-            try:
-                losses = array.train_step(steps.training, own)
-            except LanesDiffer:
-                pending.extend(self._rearranged(array, alive, training=True))
-                continue
-            except VmapFailed as failure:
-                if steps.must_be_python_numbers(array, steps.training, own):
-                    pending.extend(self._rearranged(array, alive, training=True))
-                    continue
-                array.train_lane_by_lane()
-                losses = array.train_step(steps.training, own)
-                self._say_fallback(array, steps.kind, "trains", failure)
+        for array, losses in self._on_each_array(batch, steps, alive, training=True):
             means.add("train_loss", array.lanes, losses, size)
             self._drop_failed(array, alive, failed)
         for trial in list(alive):
@@ -410,31 +392,44 @@ class Worker:
         self, batch: Any, steps: Steps, alive: list[_Trial], failed: dict[str, Any], means: RoundMeans
     ) -> None:
         size = _batch_size(batch)
-        pending = _arrays_of(alive)
-        while pending:
-            array = pending.pop()
-            own = clone_batch(batch) if pending else batch
-            try:
-                metrics = array.evaluation_step(steps.validation, own)
-            except LanesDiffer:
-                pending.extend(self._rearranged(array, alive, training=False))
-                continue
-            except VmapFailed as failure:
-                if steps.must_be_python_numbers(array, steps.validation, own):
-                    pending.extend(self._rearranged(array, alive, training=False))
-                    continue
-                array.evaluate_lane_by_lane()
-                metrics = array.evaluation_step(steps.validation, own)
-                if array.strategy == "vmap":  # else the same was said of the training
-                    self._say_fallback(array, steps.kind, "evaluates", failure)
+        for array, metrics in self._on_each_array(batch, steps, alive, training=False):
             if isinstance(metrics, dict):
                 for name, values in metrics.items():
                     means.add(name, array.lanes, values, size)
             else:
-                for lane, values_of_lane in zip(array.lanes, metrics, strict=True):
-                    for name, value in values_of_lane.items():
+                for lane, own in zip(array.lanes, metrics, strict=True):
+                    for name, value in own.items():
                         means.add(name, [lane], value.reshape(1), size)
             self._drop_failed(array, alive, failed)
+
+    def _on_each_array(
+        self, batch: Any, steps: Steps, alive: list[_Trial], *, training: bool
+    ) -> Iterator[tuple[FusedArray, Any]]:
+        """Run a step on every array; yield each with what it returned.
+
+        An array whose lanes turn out to differ is split, and a step that vmap cannot do runs lane by lane.
+        """
+        step = steps.training if training else steps.validation
+        pending = _arrays_of(alive)
+        while pending:
+            array = pending.pop()
+            run = array.train_step if training else array.evaluation_step
+            # A step may change its batch in place; only its last reader gets the loader's own tensors.
+            own = clone_batch(batch) if pending else batch
+            try:
+                outcome = run(step, own)
+            except LanesDiffer:
+                pending.extend(self._rearranged(array, alive, training=training))
+                continue
+            except VmapFailed as failure:
+                if steps.must_be_python_numbers(array, step, own):
+                    pending.extend(self._rearranged(array, alive, training=training))
+                    continue
+                array.give_up_vmap(training=training)
+                outcome = run(step, own)
+                if training or array.strategy != LANE_BY_LANE:  # else the same was said of the training
+                    self._say_fallback(array, steps.kind, "trains" if training else "evaluates", failure)
+            yield array, outcome
 
     def _rearranged(self, array: FusedArray, alive: list[_Trial], *, training: bool) -> list[FusedArray]:
         """Split an array whose lanes turned out to differ."""

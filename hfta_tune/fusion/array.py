@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import linecache
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -14,11 +14,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.utils import _pytree as pytree
 
+from hfta_tune.fusion.batch import clone_batch, copy_changes, form_of_batch
 from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, VMAP, StrategyChoice
 from hfta_tune.fusion.compiled import CompiledStep
-from hfta_tune.fusion.errors import FusionError
+from hfta_tune.fusion.contract import check_loss, check_metrics, no_graph
+from hfta_tune.fusion.failure import LanesDiffer, VmapFailed, first_line, place_of
 from hfta_tune.fusion.kernels import LaneKernels
 from hfta_tune.fusion.lane import Lane
 from hfta_tune.fusion.optimizers import (
@@ -31,7 +32,7 @@ from hfta_tune.fusion.optimizers import (
 )
 from hfta_tune.fusion.stack import LaneStack, Template
 
-__all__ = ["FusedArray", "LanesDiffer", "Step", "VmapFailed", "clone_batch"]
+__all__ = ["FusedArray", "Step"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +42,6 @@ Step: TypeAlias = Callable[[Sequence[Lane], nn.Module, Any, Mapping[str, Tensor]
 Under vmap it is called once for all lanes of the array, lane by lane once for each. `values` are the
 lanes' numbers as 0-d tensors.
 """
-
-
-class LanesDiffer(Exception):
-    """Raised by a step that finds that its lanes cannot share one call. Nothing has been trained."""
-
-
-class VmapFailed(Exception):
-    """The step does not run under vmap. Nothing has been trained; `place` says where it stopped."""
-
-    def __init__(self, cause: Exception, place: str) -> None:
-        super().__init__(f"{place}: {_first_line(cause)}")
-        self.cause = cause
-        self.place = place
 
 
 class FusedArray:
@@ -91,7 +79,8 @@ class FusedArray:
         self._training_mode = True
         self._proven: set[Any] = set()
         self._proven_compiled: set[Any] = set()
-        self._last: tuple[Step, Any] | None = None
+        self._seen: Counter[Any] = Counter()
+        self._usual: tuple[Step, Any] | None = None
         self._with_gradient: tuple[str, ...] = ()
         self._bound = False
 
@@ -124,15 +113,14 @@ class FusedArray:
         if len(self.lanes) == 1:
             self._unstack()
 
-    def train_lane_by_lane(self) -> None:
-        """Give up vmap for the training steps; each lane's own optimizer goes on from the stacked state."""
-        self._choice.drop(VMAP)
-        self._choice.drop(COMPILED)
-
-    def evaluate_lane_by_lane(self) -> None:
-        """Give up vmap for the evaluation steps."""
-        self._can_vmap_evaluation = False
-        self.set_mode(training=self._training_mode)
+    def give_up_vmap(self, *, training: bool) -> None:
+        """Go lane by lane from now on, in the training or the evaluation steps."""
+        if training:
+            self._choice.drop(VMAP)
+            self._choice.drop(COMPILED)
+        else:
+            self._can_vmap_evaluation = False
+            self.set_mode(training=self._training_mode)
 
     def set_mode(self, *, training: bool) -> None:
         """Put all models in training or evaluation mode."""
@@ -169,9 +157,9 @@ class FusedArray:
         Returns:
             The seconds that it took, or None if nothing was compiled.
         """
-        if self._last is None or not self._choice.compiling_pays(len(self.lanes), steps_left):
+        if self._usual is None or not self._choice.compiling_pays(len(self.lanes), steps_left):
             return None
-        step, batch = self._last
+        step, batch = self._usual
         begin = self._now()
         there = self._compile(step, batch)
         seconds = self._now() - begin
@@ -186,7 +174,7 @@ class FusedArray:
     def _train_vmap(self, step: Step, batch: Any, updates: list[GroupUpdate] | None = None) -> Tensor:
         losses: Tensor = self._attempt(step, batch, self._fused_losses)
         if not losses.requires_grad:
-            raise VmapFailed(_no_graph(self.lanes[0].name, losses), "training_step")
+            raise VmapFailed(no_graph(self.lanes[0].name, losses), "training_step")
         trainable = self._stacked().trainable()
         gradients = torch.autograd.grad(losses.sum(), list(trainable.values()), allow_unused=True)
         given = {name: g for name, g in zip(trainable, gradients, strict=True) if g is not None}
@@ -195,11 +183,18 @@ class FusedArray:
         elif self._optimizer is not None:
             self._optimizer.step(given)
         self._with_gradient = tuple(given)
-        self._last = (step, batch)
+        self._note_usual(step, batch)
         return losses.detach()
 
+    def _note_usual(self, step: Step, batch: Any) -> None:
+        """Remember a batch of the most frequent form: that is what to compile for."""
+        form = form_of_batch(batch)
+        self._seen[form] += 1
+        if self._seen[form] >= max(self._seen.values()):
+            self._usual = (step, batch)
+
     def _train_compiled(self, step: Step, batch: Any) -> Tensor:
-        form = _form(batch)
+        form = form_of_batch(batch)
         # After lanes have changed, and for a new form of batch, the user's code is run once to see them.
         if form in self._proven_compiled:
             updates = self._prepare_optimizer()
@@ -222,7 +217,7 @@ class FusedArray:
                 whole = functools.partial(self._whole_step, step, updates)
                 self._compiled[form] = CompiledStep(whole, self._step_tensors(batch, updates))
             except Exception as error:  # whatever torch cannot compile goes on as it was
-                logger.info("The training step goes on uncompiled: %s", _first_line(error), exc_info=error)
+                logger.info("The training step goes on uncompiled: %s", first_line(error), exc_info=error)
                 self._compiled[form] = None
         return self._compiled[form] is not None
 
@@ -256,7 +251,7 @@ class FusedArray:
 
     def _step_form(self, batch: Any, updates: Sequence[GroupUpdate]) -> Any:
         """What a compiled step depends on besides its tensors and the signature."""
-        return _form(batch), tuple(update.form for update in updates), tuple(self._stacked().values)
+        return form_of_batch(batch), tuple(update.form for update in updates), tuple(self._stacked().values)
 
     def _step_tensors(self, batch: Any, updates: Sequence[GroupUpdate]) -> dict[str, Any]:
         stack = self._stacked()
@@ -320,14 +315,14 @@ class FusedArray:
         self._bound = False
 
     def _attempt(self, step: Step, batch: Any, fused: Callable[[Step, Any], Any]) -> Any:
-        form = (fused.__name__, _form(batch))
+        form = (fused.__name__, form_of_batch(batch))
         if form in self._proven:
             return self._explained(fused, step, batch)
         # The first attempt may stop half-way, and what it changed must not be seen by the next one.
         tried = clone_batch(batch)
         with self._unchanged_buffers(on_error=True):
             result = self._explained(fused, step, tried)
-        _copy_changes(tried, batch)
+        copy_changes(tried, batch)
         self._proven.add(form)
         return result
 
@@ -337,7 +332,7 @@ class FusedArray:
         except LanesDiffer:
             raise
         except Exception as error:
-            raise VmapFailed(error, _place(error, self._template)) from error
+            raise VmapFailed(error, place_of(error, self._template)) from error
 
     @contextlib.contextmanager
     def _unchanged_buffers(self, *, on_error: bool = False) -> Iterator[None]:
@@ -421,7 +416,7 @@ class FusedArray:
             lane.optimizer.zero_grad()
             loss = check_loss(step([lane], lane.model, batch, values), lane.name)
             if not loss.requires_grad:
-                raise _no_graph(lane.name, loss)
+                raise no_graph(lane.name, loss)
             loss.backward()
             losses.append(loss.detach())
             return loss
@@ -455,88 +450,6 @@ class FusedArray:
         return {name: torch.tensor(v, dtype=dtype, device=self._device) for name, v in lane.values.items()}
 
 
-def check_loss(loss: Any, trial: str) -> Tensor:
-    """Return a training step's loss as a 0-d tensor.
-
-    Raises:
-        FusionError: if it is no tensor of one element.
-    """
-    if not isinstance(loss, Tensor):
-        raise FusionError(
-            f"{trial}: training_step returned {_say(loss)}; return the loss, a 0-d tensor "
-            "such as F.cross_entropy(model(x), y)."
-        )
-    if loss.numel() != 1:
-        raise FusionError(
-            f"{trial}: training_step returned a tensor of shape {list(loss.shape)}; "
-            "return one number, such as loss.mean()."
-        )
-    return loss.reshape(())
-
-
-def check_metrics(metrics: Any, trial: str, device: torch.device) -> dict[str, Tensor]:
-    """Return an evaluation step's metrics as 0-d tensors.
-
-    Raises:
-        FusionError: if they are no dict of scalars.
-    """
-    if not isinstance(metrics, Mapping):
-        raise FusionError(
-            f'{trial}: validation_step returned {_say(metrics)}; return a dict of scalars such as {{"accuracy": ...}}.'
-        )
-    checked = {}
-    for name, value in metrics.items():
-        scalar = value if isinstance(value, Tensor) else None
-        if scalar is None and isinstance(value, (bool, int, float)):
-            scalar = torch.tensor(float(value), device=device)
-        if scalar is None or scalar.numel() != 1:
-            raise FusionError(
-                f"{trial}: validation_step returned {_say(value)} as {name!r}; "
-                "each metric is one number, such as correct.float().mean()."
-            )
-        checked[str(name)] = scalar.reshape(()).to(torch.get_default_dtype())
-    return checked
-
-
-def _say(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    return "None" if value is None else f"{type(value).__name__} {str(value)[:80]!r}"
-
-
-def _no_graph(trial: str, loss: Tensor) -> FusionError:
-    return FusionError(
-        f"{trial}: training_step returned a loss without a graph (requires_grad is False); "
-        "compute it from model(...) without detach(), item() or no_grad()."
-    )
-
-
-def _form(batch: Any) -> Any:
-    leaves, structure = pytree.tree_flatten(batch)
-    return structure, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-
-
-def _place(error: BaseException, template: Template | None) -> str:
-    """Say where a step stopped: the path of the innermost module and the line of code."""
-    paths = {id(m): name.removeprefix("model.") for name, m in template.named_modules()} if template else {}
-    place, line = "the step", ""
-    trace = error.__traceback__
-    while trace is not None:
-        frame = trace.tb_frame
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and id(module) in paths and module is not template:
-            place = f"module {paths[id(module)]!r} ({type(module).__name__})"
-        if "hfta_tune/fusion" not in frame.f_code.co_filename:
-            line = linecache.getline(frame.f_code.co_filename, trace.tb_lineno).strip() or line
-        trace = trace.tb_next
-    return f"{place}, at `{line}`" if line else place
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"
-
-
 @contextlib.contextmanager
 def _quiet_and_batchable() -> Iterator[None]:
     """Keep attention layers off their fused inference path, which has no batching rule.
@@ -551,15 +464,3 @@ def _quiet_and_batchable() -> Iterator[None]:
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         torch._C._functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]
-
-
-def clone_batch(batch: Any) -> Any:
-    """Copy the tensors of a batch."""
-    return pytree.tree_map_only(Tensor, torch.clone, batch)
-
-
-def _copy_changes(tried: Any, batch: Any) -> None:
-    """Do to `batch` what a step did to its copy."""
-    for new, old in zip(pytree.tree_leaves(tried), pytree.tree_leaves(batch), strict=True):
-        if isinstance(new, Tensor) and new._version:
-            old.copy_(new)

@@ -166,7 +166,7 @@ class _Loop:
                 self._session.finish(running, error)
 
     def _run_round(self) -> None:
-        results = self._worker.run_round()
+        results = self._worker.run_round(rounds_left=self._rounds_left())
         if not self._names:
             metrics = [result for result in results.values() if not isinstance(result, Exception)]
             if metrics:
@@ -184,6 +184,15 @@ class _Loop:
                 self._worker.remove(trial_id)
                 self._instances.pop(trial_id).cleanup()
                 self._session.finish(running, outcome)
+
+    def _rounds_left(self) -> float | None:
+        """About how many rounds are to come, if nothing is pruned and the number of trials is known."""
+        trials = self._session.trials_left
+        if trials is None or not isinstance(self._session.pruner, optuna.pruners.NopPruner):
+            return None
+        running = self._session.running.values()
+        epochs = trials * self._epochs + sum(self._epochs - trial.epochs_done for trial in running)
+        return epochs / max(1, len(running))
 
     def _outcome(self, running: RunningTrial, result: Mapping[str, float]) -> Sequence[float] | Exception | None:
         """Books one epoch of a trial. Returns how it ends, or None if it goes on."""

@@ -107,6 +107,16 @@ class StudySession:
             and (self._timeout is None or self._elapsed() < self._timeout)
         )
 
+    @property
+    def trials_left(self) -> int | None:
+        """How many trials are yet to be asked for; None without a limit."""
+        return None if self._n_trials is None else self._n_trials - self._n_asked
+
+    @property
+    def pruner(self) -> optuna.pruners.BasePruner:
+        """The study's pruner."""
+        return self._study.pruner
+
     def ask(self) -> RunningTrial:
         """Takes the next trial of the study: an enqueued one, or a new one."""
         storage = self._study._storage

@@ -89,11 +89,12 @@ class WorkerActor:
             raise self._errors[lane]
         return getattr(self._trainables[lane], method)(*arguments, **keywords)
 
-    def _round(self, lanes: Sequence[int]) -> list[dict[str, Any] | RayTaskError]:
+    def _round(self, lanes: Sequence[int], rounds_left: float | None) -> list[dict[str, Any] | RayTaskError]:
         """Train one round of the lanes' trials; return for each its result, or what its own code raised."""
         begin = time.perf_counter()
         sound = [lane for lane in lanes if lane not in self._errors]
-        outcomes = self._worker.run_round([self._trainables[lane]._lane_name for lane in sound])
+        names = [self._trainables[lane]._lane_name for lane in sound]
+        outcomes = self._worker.run_round(names, rounds_left=rounds_left)
         seconds = time.perf_counter() - begin
         results: list[dict[str, Any] | RayTaskError] = []
         for lane in lanes:

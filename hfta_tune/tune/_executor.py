@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import os
 import uuid
 from collections import deque
@@ -25,8 +26,8 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.train.constants import RAY_CHDIR_TO_TRIAL_DIR
 from ray.tune.execution.class_cache import ENV_VARS_TO_PROPAGATE
 from ray.tune.registry import _ParameterRegistry
-from ray.tune.result import STDERR_FILE, STDOUT_FILE
-from ray.tune.schedulers import TrialScheduler
+from ray.tune.result import STDERR_FILE, STDOUT_FILE, TRAINING_ITERATION
+from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
 from hfta_tune.packing import Packer, WorkerState
 from hfta_tune.trainable import FusedTrainable
@@ -48,12 +49,29 @@ def pack_trials_of(tune_controller: Any, lanes: int) -> LaneActorManager:
             lanes,
             more_trials_expected=functools.partial(_more_trials_expected, controller),
             pausing=functools.partial(_pausing, controller),
+            iterations_left=functools.partial(_iterations_left, controller),
         )
     return manager
 
 
 def _more_trials_expected(controller: Any) -> bool:
     return bool(not controller._search_alg.is_finished() or controller._pending_trials or controller._paused_trials)
+
+
+def _iterations_left(controller: Any) -> float | None:
+    """How many training iterations all trials have before them, if their stopping criteria say so."""
+    scheduler = controller._scheduler_alg
+    if not isinstance(getattr(scheduler, "base_scheduler", scheduler), FIFOScheduler):
+        return None
+    left = 0.0
+    limits = []
+    for trial in controller._trials:
+        if not trial.is_finished():
+            limits.append(trial.stopping_criterion.get(TRAINING_ITERATION, math.inf))
+            left += limits[-1] - trial.run_metadata.last_result.get(TRAINING_ITERATION, 0)
+    to_come = controller._search_alg.total_samples - len(controller._trials)
+    left += max(0, to_come) * max(limits, default=math.inf)
+    return left if math.isfinite(left) else None
 
 
 def _pausing(controller: Any) -> bool:
@@ -173,6 +191,7 @@ class LaneActorManager(RayActorManager):
         self._packer = Packer(1)
         self._more_trials_expected: Callable[[], bool] = lambda: False
         self._pausing: Callable[[], bool] = lambda: False
+        self._iterations_left: Callable[[], float | None] = lambda: None
         self._workers: dict[int, _Worker] = {}
         self._worker_actors: set[TrackedActor] = set()
         self._lanes: dict[TrackedActor, _Lane] = {}
@@ -185,11 +204,19 @@ class LaneActorManager(RayActorManager):
         self._worker_class: Any = None
         self._no_metrics: ray.ObjectRef | None = None
 
-    def pack(self, lanes: int, *, more_trials_expected: Callable[[], bool], pausing: Callable[[], bool]) -> None:
+    def pack(
+        self,
+        lanes: int,
+        *,
+        more_trials_expected: Callable[[], bool],
+        pausing: Callable[[], bool],
+        iterations_left: Callable[[], float | None],
+    ) -> None:
         """Say how many lanes a worker has, and how to ask the controller what is to come."""
         self._packer = Packer(lanes)
         self._more_trials_expected = more_trials_expected
         self._pausing = pausing
+        self._iterations_left = iterations_left
 
     def summary(self) -> str:
         """One line on the workers, for Tune's progress reports."""
@@ -349,7 +376,9 @@ class LaneActorManager(RayActorManager):
             tasks, worker.in_round = worker.in_round, {}
             self._outcomes.extend((task, error) for task in tasks.values())
 
-        future = worker.send("round", [self._lanes[tracked].number for tracked in lanes])
+        iterations = self._iterations_left()
+        rounds = None if iterations is None else iterations / max(1, self._packer.lanes_in_use)
+        future = worker.send("round", [self._lanes[tracked].number for tracked in lanes], rounds)
         self._actor_task_events.track_future(future, on_result=on_result, on_error=on_error)
 
     # Lanes

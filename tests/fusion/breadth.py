@@ -290,7 +290,7 @@ def assert_equal_to_alone(
     reason: str = "",
     joins_later: bool = False,
     rtol: float = 1e-4,
-    atol: float = 1e-6,
+    run: type[reference.Run] = reference.Run,
 ) -> list[list[float]]:
     """Trains the configs as lanes of one worker, and each alone, and compares them after every round.
 
@@ -303,13 +303,13 @@ def assert_equal_to_alone(
         reason: As in `training`.
         joins_later: The last lane joins after the first round.
         rtol: Relative tolerance.
-        atol: Absolute tolerance.
+        run: The plain loop.
 
     Returns:
         The learning rate of the first group of each lane alone, after each round.
     """
     rates: list[list[float]] = [[] for _ in configs]
-    runs = [reference.Run(task(), config) for config in configs]
+    runs = [run(task(), config) for config in configs]
     at_first = configs[:-1] if joins_later else configs
     options: dict[str, Any] = dict(strategy=strategy, evaluates=evaluates, reason=reason, lanes=len(configs))
     with training(task, at_first, **options) as worker:
@@ -319,16 +319,16 @@ def assert_equal_to_alone(
             for lane, (trial, result) in enumerate(worker.run_round().items()):
                 if isinstance(result, Exception):
                     raise result
-                run, where = runs[lane], f"{trial} round {r + 1}"
-                metrics = run.run_round()
-                rates[lane].append(float(run.optimizer.param_groups[0]["lr"]))
+                alone, where = runs[lane], f"{trial} round {r + 1}"
+                metrics = alone.run_round()
+                rates[lane].append(float(alone.optimizer.param_groups[0]["lr"]))
                 own = {name: result[name] for name in metrics}
-                assert_same(own, metrics, f"{where} metrics", rtol=rtol, atol=atol)
+                assert_same(own, metrics, f"{where} metrics", rtol=rtol)
                 state = worker.state_dict(trial)
                 for part in ("model", "optimizer", "lr_scheduler"):
-                    alone = getattr(run, part)
-                    expected = None if alone is None else alone.state_dict()
-                    assert_same(state[part], expected, f"{where} {part}", rtol=rtol, atol=atol)
+                    plain = getattr(alone, part)
+                    expected = None if plain is None else plain.state_dict()
+                    assert_same(state[part], expected, f"{where} {part}", rtol=rtol)
     return rates
 
 

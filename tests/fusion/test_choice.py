@@ -62,7 +62,7 @@ def test_compiling_must_pay() -> None:
     assert not choice.compiling_pays(8, math.inf)  # nothing is measured yet
     settle(choice, 8, {VMAP: 0.1, LANE_BY_LANE: 0.2})
     assert not choice.compiling_pays(8, 100)
-    assert choice.compiling_pays(8, 1000)
+    assert choice.compiling_pays(8, 10_000)
     assert not StrategyChoice(may_compile=False).compiling_pays(8, math.inf)
 
 

@@ -79,6 +79,8 @@ def test_the_controller() -> None:
     for name in (
         "_actor_manager",
         "_search_alg",
+        "_scheduler_alg",
+        "_trials",
         "_pending_trials",
         "_paused_trials",
         "_running_trials",

@@ -1,0 +1,29 @@
+"""Batches: nested containers of tensors and other values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = ["clone_batch", "copy_changes", "form_of_batch"]
+
+
+def form_of_batch(batch: Any) -> Any:
+    """Return the structure of a batch and the shapes and dtypes of its tensors."""
+    leaves, structure = pytree.tree_flatten(batch)
+    return structure, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+
+
+def clone_batch(batch: Any) -> Any:
+    """Copy the tensors of a batch."""
+    return pytree.tree_map_only(Tensor, torch.clone, batch)
+
+
+def copy_changes(tried: Any, batch: Any) -> None:
+    """Do to `batch` what a step did to its copy."""
+    for new, old in zip(pytree.tree_leaves(tried), pytree.tree_leaves(batch), strict=True):
+        if isinstance(new, Tensor) and new._version:
+            old.copy_(new)

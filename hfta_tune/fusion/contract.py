@@ -1,0 +1,70 @@
+"""What a user's steps must return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_tune.fusion.errors import FusionError
+
+__all__ = ["check_loss", "check_metrics", "no_graph"]
+
+
+def check_loss(loss: Any, trial: str) -> Tensor:
+    """Return a training step's loss as a 0-d tensor.
+
+    Raises:
+        FusionError: if it is no tensor of one element.
+    """
+    if not isinstance(loss, Tensor):
+        raise FusionError(
+            f"{trial}: training_step returned {_say(loss)}; return the loss, a 0-d tensor "
+            "such as F.cross_entropy(model(x), y)."
+        )
+    if loss.numel() != 1:
+        raise FusionError(
+            f"{trial}: training_step returned a tensor of shape {list(loss.shape)}; "
+            "return one number, such as loss.mean()."
+        )
+    return loss.reshape(())
+
+
+def check_metrics(metrics: Any, trial: str, device: torch.device) -> dict[str, Tensor]:
+    """Return an evaluation step's metrics as 0-d tensors.
+
+    Raises:
+        FusionError: if they are no dict of scalars.
+    """
+    if not isinstance(metrics, Mapping):
+        raise FusionError(
+            f'{trial}: validation_step returned {_say(metrics)}; return a dict of scalars such as {{"accuracy": ...}}.'
+        )
+    checked = {}
+    for name, value in metrics.items():
+        scalar = value if isinstance(value, Tensor) else None
+        if scalar is None and isinstance(value, (bool, int, float)):
+            scalar = torch.tensor(float(value), device=device)
+        if scalar is None or scalar.numel() != 1:
+            raise FusionError(
+                f"{trial}: validation_step returned {_say(value)} as {name!r}; "
+                "each metric is one number, such as correct.float().mean()."
+            )
+        checked[str(name)] = scalar.reshape(()).to(torch.get_default_dtype())
+    return checked
+
+
+def _say(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return "None" if value is None else f"{type(value).__name__} {str(value)[:80]!r}"
+
+
+def no_graph(trial: str, loss: Tensor) -> FusionError:
+    """The error for a loss that gradients cannot be computed of."""
+    return FusionError(
+        f"{trial}: training_step returned a loss without a graph (requires_grad is False); "
+        "compute it from model(...) without detach(), item() or no_grad()."
+    )

@@ -1,0 +1,47 @@
+"""Why a step did not run for all lanes at once."""
+
+from __future__ import annotations
+
+import linecache
+from pathlib import Path
+
+from torch import nn
+
+__all__ = ["LanesDiffer", "VmapFailed", "first_line", "place_of"]
+
+_ENGINE = str(Path(__file__).parent)
+
+
+class LanesDiffer(Exception):
+    """Raised by a step that finds that its lanes cannot share one call. Nothing has been trained."""
+
+
+class VmapFailed(Exception):
+    """The step does not run under vmap. Nothing has been trained; `place` says where it stopped."""
+
+    def __init__(self, cause: Exception, place: str) -> None:
+        super().__init__(f"{place}: {first_line(cause)}")
+        self.cause = cause
+        self.place = place
+
+
+def place_of(error: BaseException, template: nn.Module | None) -> str:
+    """Say where a step stopped: the path of the innermost module and the line of code."""
+    paths = {id(m): name.removeprefix("model.") for name, m in template.named_modules()} if template else {}
+    place, line = "the step", ""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in paths and module is not template:
+            place = f"module {paths[id(module)]!r} ({type(module).__name__})"
+        if not frame.f_code.co_filename.startswith(_ENGINE):
+            line = linecache.getline(frame.f_code.co_filename, trace.tb_lineno).strip() or line
+        trace = trace.tb_next
+    return f"{place}, at `{line}`" if line else place
+
+
+def first_line(error: BaseException) -> str:
+    """The class of an error and the first line of its message."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"
