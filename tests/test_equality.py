@@ -646,7 +646,6 @@ class WeightNorm(Task):
 
 
 UNFUSIBLE: dict[str, tuple[type[Task], str]] = {
-    "lstm": (Lstm, "lstm"),
     "branch-on-a-tensor": (Branching, r"BranchingModel|hidden\.mean\(\) > 0|control flow"),
     "batch-norm-without-momentum": (CumulativeBatchNorm, "BatchNorm1d|momentum"),
 }
@@ -663,16 +662,22 @@ def test_what_vmap_cannot_do_runs_lane_by_lane(case: str, messages: Callable[[],
 
 
 def test_lanes_join_and_leave_lane_by_lane(messages: Callable[[], list[str]]) -> None:
-    expected = alone(Lstm, LANES)
-    worker = start(Lstm, LANES[:3], lanes=4)
+    expected = alone(Branching, LANES)
+    worker = start(Branching, LANES[:3], lanes=4)
     run_round(worker)
-    add(worker, "dee", fused(Lstm), LANES[3])
+    add(worker, "dee", fused(Branching), LANES[3])
     results = run_round(worker)
     assert_lane(worker, "ada", results["ada"], expected[0][1], "at its leaving")
     worker.remove("ada")
     results = run_round(worker)
     assert_lane(worker, "bob", results["bob"], expected[1][2], "at the end")
     assert_lane(worker, "dee", results["dee"], expected[3][1], "at the end")
+
+
+def test_an_lstm_is_fused(messages: Callable[[], list[str]]) -> None:
+    worker = assert_equal_to_alone(Lstm, LANES)
+    assert set(arrays(worker).values()) == {"vmap"} and len(arrays(worker)) == 1
+    assert not messages()
 
 
 @pytest.mark.usefixtures("messages")
@@ -1003,7 +1008,7 @@ class ChangesItsBatchByItsConfig(Task):
         return F.cross_entropy(model(x), y)
 
 
-class LstmChangesItsBatch(Lstm):
+class BranchingChangesItsBatch(Branching):
     def training_step(self, model: nn.Module, batch: Any, config: Config) -> Any:
         x, y = batch
         x.mul_(2).sub_(1)
@@ -1032,7 +1037,7 @@ BATCH_CASES = [
     TensorBatches,
     ChangesItsBatch,
     ChangesItsBatchByItsConfig,
-    LstmChangesItsBatch,
+    BranchingChangesItsBatch,
     BranchesAndChangesItsBatch,
     SmoothesAndChangesItsBatch,
 ]
@@ -1112,7 +1117,7 @@ def test_a_lane_that_diverges(model: str, optimizer: str) -> None:
 @pytest.mark.usefixtures("messages")
 def test_a_lane_that_diverges_lane_by_lane() -> None:
     configs = [LANES[0], LANES[1] | {"lr": math.inf}, LANES[2]]
-    reports = assert_others_undisturbed(start(Lstm, configs), alone(Lstm, configs), odd=1)
+    reports = assert_others_undisturbed(start(Branching, configs), alone(Branching, configs), odd=1)
     assert not math.isfinite(reports[-1]["train_loss"])
 
 

@@ -81,7 +81,6 @@ class Row:
         criterion: Builds the loss of the module's output and the batch's tensors after the first; None for
             `score` of the output.
         strategy: How an array of it trains: FUSED or LANE_BY_LANE.
-        evaluates: How it evaluates.
         reason: Why not fused: a part of what the user is told.
     """
 
@@ -92,7 +91,6 @@ class Row:
     call: Callable[..., Any] | None = None
     criterion: Callable[[], Callable[..., Tensor]] | None = None
     strategy: str = FUSED
-    evaluates: str = FUSED
     reason: str = ""
 
     def batch(self, seed: int) -> tuple[Tensor, ...]:
@@ -122,9 +120,9 @@ def named(
     return Row(name, build, on if isinstance(on, tuple) else (on,), call=call)
 
 
-def lane_by_lane(reason: str, *rows: AnyRow, evaluates: str = LANE_BY_LANE) -> list[AnyRow]:
+def lane_by_lane(reason: str, *rows: AnyRow) -> list[AnyRow]:
     """Rows that train lane by lane, and what the user is told about it."""
-    return [replace(row, strategy=LANE_BY_LANE, evaluates=evaluates, reason=reason) for row in rows]
+    return [replace(row, strategy=LANE_BY_LANE, reason=reason) for row in rows]
 
 
 class Applied(nn.Module):
@@ -247,7 +245,6 @@ def training(
     configs: Sequence[Config],
     *,
     strategy: str | None,
-    evaluates: str | None = None,
     reason: str = "",
     lanes: int | None = None,
 ) -> Iterator[Worker]:
@@ -257,7 +254,6 @@ def training(
         task: The task class.
         configs: The lanes' configs.
         strategy: What is to be found: FUSED (by whatever means), LANE_BY_LANE, or None for either.
-        evaluates: The same of evaluation; by default as in training.
         reason: What a user is told of lanes that train one by one.
         lanes: How many lanes the worker has.
     """
@@ -272,7 +268,7 @@ def training(
     # Lanes trained one by one are equal too, so without this an equality would prove nothing.
     arrays = worker.describe()["arrays"]
     assert {as_expected(array["strategy"]) for array in arrays} == {strategy}
-    assert {as_expected(array["evaluation_strategy"]) for array in arrays} == {evaluates or strategy}
+    assert {as_expected(array["evaluation_strategy"]) for array in arrays} == {strategy}
     said = [str(warning.message) for warning in caught if issubclass(warning.category, FusionWarning)]
     if strategy == FUSED:
         assert len(arrays) == 1 and not said, (arrays, said)
@@ -286,20 +282,21 @@ def assert_equal_to_alone(
     rounds: int,
     *,
     strategy: str | None = None,
-    evaluates: str | None = None,
     reason: str = "",
     joins_later: bool = False,
     rtol: float = 1e-4,
     run: type[reference.Run] = reference.Run,
 ) -> list[list[float]]:
-    """Trains the configs as lanes of one worker, and each alone, and compares them after every round.
+    """Trains the configs as lanes of one worker, and each alone, and compares them.
+
+    What they report is compared after every round; weights, buffers and the optimizer's state after the first
+    round of each lane, when they show the gradients, and after the last.
 
     Args:
         task: The task class.
         configs: The lanes' configs.
         rounds: How many rounds each lane trains at least.
         strategy: As in `training`.
-        evaluates: As in `training`.
         reason: As in `training`.
         joins_later: The last lane joins after the first round.
         rtol: Relative tolerance.
@@ -311,9 +308,11 @@ def assert_equal_to_alone(
     rates: list[list[float]] = [[] for _ in configs]
     runs = [run(task(), config) for config in configs]
     at_first = configs[:-1] if joins_later else configs
-    options: dict[str, Any] = dict(strategy=strategy, evaluates=evaluates, reason=reason, lanes=len(configs))
+    options: dict[str, Any] = dict(strategy=strategy, reason=reason, lanes=len(configs))
+    last = rounds + joins_later - 1
+    compared = {0, int(joins_later), last}
     with training(task, at_first, **options) as worker:
-        for r in range(rounds + joins_later):
+        for r in range(last + 1):
             if joins_later and r == 1:
                 worker.add(TRIALS[len(configs) - 1], fused(task)._outside_tune(configs[-1]), configs[-1])
             for lane, (trial, result) in enumerate(worker.run_round().items()):
@@ -324,6 +323,8 @@ def assert_equal_to_alone(
                 rates[lane].append(float(alone.optimizer.param_groups[0]["lr"]))
                 own = {name: result[name] for name in metrics}
                 assert_same(own, metrics, f"{where} metrics", rtol=rtol)
+                if r not in compared:
+                    continue
                 state = worker.state_dict(trial)
                 for part in ("model", "optimizer", "lr_scheduler"):
                     plain = getattr(alone, part)

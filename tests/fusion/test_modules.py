@@ -125,7 +125,6 @@ NORMS = [
     *lane_by_lane(
         "vmap stopped at module 'first' (BatchNorm",  # the momentum is 1 / num_batches_tracked, a Python number
         *(of(in_dims("BatchNormNd", dims), 4, momentum=None, on=SPACE[dims]) for dims in DIMS),
-        evaluates=FUSED,
     ),
     of(nn.BatchNorm1d, 6, on=VECTORS, note="of vectors"),
     of(nn.BatchNorm1d, 6, affine=False, track_running_stats=False, on=VECTORS),
@@ -1028,7 +1027,6 @@ FUNCTIONS = [
             VECTORS,
             weight=(6, 4),
         ),
-        evaluates=FUSED,
     ),
 ]
 
@@ -1228,9 +1226,7 @@ def test_losses(row: Row) -> None:
 
 
 def assert_row(row: Row) -> None:
-    assert_equal_to_alone(
-        task_of(row), LANES, ROUNDS, strategy=row.strategy, evaluates=row.evaluates, reason=row.reason
-    )
+    assert_equal_to_alone(task_of(row), LANES, ROUNDS, strategy=row.strategy, reason=row.reason)
 
 
 def test_what_a_module_counts_in_python_is_its_own() -> None:
@@ -1261,7 +1257,6 @@ class Random:
         call: Calls the module.
         random_evaluation: It is random in evaluation too.
         strategy: How an array of it trains.
-        evaluates: How it evaluates.
         reason: Why not fused: a part of what the user is told.
     """
 
@@ -1274,7 +1269,6 @@ class Random:
     call: Callable[..., Any] | None = None
     random_evaluation: bool = False
     strategy: str = FUSED
-    evaluates: str = FUSED
     reason: str = ""
 
 
@@ -1415,7 +1409,6 @@ RANDOM = [
     *lane_by_lane(
         "inplace randomness",
         random_function("distributions.Normal.rsample", sampled, *SAMPLES),
-        evaluates=FUSED,
     ),
 ]
 
@@ -1475,7 +1468,7 @@ def test_random_modules_and_functions(row: Random) -> None:
     configs = [{"seed": 1, "rate": rate} for rate in row.rates]
     kind = random_task(row)
     lanes = range(len(configs))
-    options = dict(strategy=row.strategy, evaluates=row.evaluates, reason=row.reason)
+    options = dict(strategy=row.strategy, reason=row.reason)
     with training(kind, configs, **options) as worker:
         weights = [torch.ones(len(configs), *row.shape)]
         losses: list[list[float]] = []

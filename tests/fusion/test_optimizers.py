@@ -66,7 +66,6 @@ class Row:
         rounds: How many steps each lane is trained for at least.
         run: The plain loop.
         strategy: How an array of it trains: FUSED or LANE_BY_LANE.
-        evaluates: How it evaluates.
         reason: Why not fused: a part of what the user is told.
         rtol: Relative tolerance of the comparison.
     """
@@ -80,7 +79,6 @@ class Row:
     rounds: int = ROUNDS
     run: type[reference.Run] = reference.Run
     strategy: str = FUSED
-    evaluates: str = FUSED
     reason: str = ""
     rtol: float = 1e-4
 
@@ -302,7 +300,6 @@ ROWS = [
             replace(row, name=f"{row.name} of sparse gradients", model=Bag, tokens=True)
             for row in (SGD(), of(torch.optim.SparseAdam, lr=LR, betas=BETAS, eps=EPS), ADAGRAD())
         ),
-        evaluates=FUSED,
     ),
 ]
 if hasattr(torch.optim, "Muon"):
@@ -354,7 +351,6 @@ def test_optimizers(row: Row) -> None:
         [{"seed": lane + 1, "lane": lane} for lane in range(4)],
         row.rounds,
         strategy=row.strategy,
-        evaluates=row.evaluates,
         reason=row.reason,
         joins_later=True,
         rtol=row.rtol,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 
 # By epoch the schedule advances after each round of two steps, by step after each step.
-EPOCHS, STEPS = 6, 8
+EPOCHS, STEPS = 5, 7
 
 LANES: list[Config] = [
     dict(seed=1, lr=0.1, gamma=0.5, after=1, until=4, power=1.0, low=0.01, monitor_threshold=0.5),

@@ -13,6 +13,7 @@ from hfta_tune.fusion.kernels._linear import linear
 from hfta_tune.fusion.kernels._loss import cross_entropy
 from hfta_tune.fusion.kernels._norm import batch_norm
 from hfta_tune.fusion.kernels._pool import POOLS
+from hfta_tune.fusion.kernels._recurrent import RECURRENT
 
 __all__ = ["LaneKernels"]
 
@@ -21,6 +22,7 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: cross_entropy,
     torch._C._nn.linear: linear,
     **POOLS,
+    **RECURRENT,
 }
 
 
