@@ -9,12 +9,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hfta_tune.fusion import FusionError, optimizer_split
+from hfta_tune.fusion import Clipping, FusionError, optimizer_split
+from hfta_tune.fusion.clipping import ALGORITHMS
 
 __all__ = [
     "check_hooks",
     "check_own_parameters",
     "check_schedule",
+    "checked_clipping",
     "checked_evaluation",
     "checked_split",
     "overrides",
@@ -63,6 +65,21 @@ def check_own_parameters(name: str, model: nn.Module, others: Mapping[str, nn.Mo
                 f"trial {name}: build_model returned a model whose parameter {path!r} trial "
                 f"{trained[id(parameter)]} trains already. Build a new model, or a copy.deepcopy, for each trial."
             )
+
+
+def checked_clipping(name: str, trainable: Any, config: Mapping[Any, Any]) -> Clipping | None:
+    """Return how a trial's gradients are clipped: config["gradient_clip_val"] wins over the class attribute."""
+    limit = config.get("gradient_clip_val", trainable.gradient_clip_val)
+    algorithm = trainable.gradient_clip_algorithm
+    if algorithm not in ALGORITHMS:
+        raise FusionError(f'trial {name}: gradient_clip_algorithm is {algorithm!r}; set it to "norm" or "value".')
+    if limit is None:
+        return None
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+        raise FusionError(
+            f"trial {name}: gradient_clip_val is {limit!r}; set it to a positive number, or to None for no clipping."
+        )
+    return Clipping(float(limit), algorithm)
 
 
 def checked_split(name: str, model: nn.Module, optimizer: Any) -> tuple[tuple[str, ...], ...]:

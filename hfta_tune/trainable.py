@@ -33,6 +33,9 @@ class FusedTrainable(Trainable):
         lr_scheduler_interval: When the schedule advances: "epoch" (after each round) or "step".
         lr_scheduler_monitor: The result that ReduceLROnPlateau watches, such as "train_loss".
         seed: Governs build_model (unless config has a "seed") and the order of the data, so that runs repeat.
+        gradient_clip_val: To what each trial's gradients are clipped, or None; config["gradient_clip_val"] wins
+            over it, so it can be tuned.
+        gradient_clip_algorithm: "norm" (of all the trial's gradients) or "value".
 
     Example:
         >>> import torch
@@ -53,6 +56,8 @@ class FusedTrainable(Trainable):
     lr_scheduler_interval: ClassVar[str] = "epoch"
     lr_scheduler_monitor: ClassVar[str | None] = None
     seed: ClassVar[int] = 0
+    gradient_clip_val: ClassVar[float | None] = None
+    gradient_clip_algorithm: ClassVar[str] = "norm"
 
     _outside: ClassVar[bool] = False
     _worker: Worker | None = None

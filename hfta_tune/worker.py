@@ -21,6 +21,7 @@ from hfta_tune._checks import (
     check_hooks,
     check_own_parameters,
     check_schedule,
+    checked_clipping,
     checked_evaluation,
     checked_split,
     overrides,
@@ -181,7 +182,8 @@ class Worker:
                 f"trial {trial_id}: {type(trainable).__name__} has a val_dataloader but no validation_step; "
                 "define validation_step(self, model, batch, config) or drop val_dataloader."
             )
-        lane = Lane(f"trial {trial_id}", model, optimizer, scheduler, numbers_of(config))
+        clipping = checked_clipping(trial_id, trainable, config)
+        lane = Lane(f"trial {trial_id}", model, optimizer, scheduler, numbers_of(config), clipping)
         self._owners[lane] = (trainable, config)
         self._steps.setdefault(type(trainable), Steps(type(trainable), self._owners, self._warn_once))
         self._trials[trial_id] = _Trial(
@@ -191,7 +193,7 @@ class Worker:
             lane,
             data,
             model_signature(model),
-            (form_of_optimizer(optimizer), split),
+            (form_of_optimizer(optimizer), split, None if clipping is None else clipping.algorithm),
             built,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hfta_tune.fusion.array import FusedArray, Step
 from hfta_tune.fusion.batch import clone_batch
 from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, VMAP
+from hfta_tune.fusion.clipping import Clipping
 from hfta_tune.fusion.comparison import Incomparable, comparable, first_incomparable
 from hfta_tune.fusion.compiled import CompiledStep
 from hfta_tune.fusion.errors import FusionError, FusionWarning
@@ -17,6 +18,7 @@ __all__ = [
     "COMPILED",
     "LANE_BY_LANE",
     "VMAP",
+    "Clipping",
     "CompiledStep",
     "FusedArray",
     "FusionError",

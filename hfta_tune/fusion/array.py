@@ -17,6 +17,7 @@ from torch.func import functional_call, vmap
 
 from hfta_tune.fusion.batch import clone_batch, copy_changes, form_of_batch
 from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, VMAP, StrategyChoice
+from hfta_tune.fusion.clipping import clip_lanes
 from hfta_tune.fusion.compiled import CompiledStep
 from hfta_tune.fusion.contract import check_loss, check_metrics, no_graph
 from hfta_tune.fusion.failure import LanesDiffer, VmapFailed, first_line, place_of
@@ -178,6 +179,7 @@ class FusedArray:
         trainable = self._stacked().trainable()
         gradients = torch.autograd.grad(losses.sum(), list(trainable.values()), allow_unused=True)
         given = {name: g for name, g in zip(trainable, gradients, strict=True) if g is not None}
+        given = self._clipped(given, self._stacked().limits)
         if updates is not None and isinstance(self._optimizer, NativeOptimizer):
             self._optimizer.apply(self._stacked().parameters, given, updates)
         elif self._optimizer is not None:
@@ -236,6 +238,7 @@ class FusedArray:
         trainable = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         found = torch.autograd.grad(losses.sum(), list(trainable.values()), allow_unused=True)
         gradients = {name: g for name, g in zip(trainable, found, strict=True) if g is not None}
+        gradients = self._clipped(gradients, tensors.get("limits"))
         if not isinstance(self._optimizer, NativeOptimizer):
             return losses.detach(), gradients
         self._optimizer.apply(
@@ -244,6 +247,12 @@ class FusedArray:
             [replace(update, **given) for update, given in zip(updates, tensors["optimizer"], strict=True)],
         )
         return losses.detach(), {}
+
+    def _clipped(self, gradients: dict[str, Tensor], limits: Tensor | None) -> dict[str, Tensor]:
+        clipping = self.lanes[0].clipping
+        if clipping is None or limits is None or not gradients:
+            return gradients
+        return clip_lanes(gradients, limits, clipping.algorithm)
 
     def _prepare_optimizer(self) -> list[GroupUpdate]:
         optimizer = self._optimizer
@@ -255,7 +264,9 @@ class FusedArray:
 
     def _step_tensors(self, batch: Any, updates: Sequence[GroupUpdate]) -> dict[str, Any]:
         stack = self._stacked()
+        limits = {} if stack.limits is None else {"limits": stack.limits}
         return {
+            **limits,
             "parameters": {name: parameter.detach() for name, parameter in stack.parameters.items()},
             "buffers": stack.buffers,
             "carried": stack.carried,
@@ -418,6 +429,8 @@ class FusedArray:
             if not loss.requires_grad:
                 raise no_graph(lane.name, loss)
             loss.backward()
+            if lane.clipping is not None:
+                lane.clipping.clip(lane.model)
             losses.append(loss.detach())
             return loss
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hfta_tune.fusion.clipping import Clipping
+
 __all__ = ["Lane"]
 
 
@@ -24,6 +26,7 @@ class Lane:
         optimizer: The user's optimizer over the parameters of `model`.
         scheduler: The user's learning rate scheduler on `optimizer`, or None.
         values: Numbers that steps may read, a lane its own; they arrive in a step as 0-d tensors.
+        clipping: How its gradients are clipped, or None.
         error: What the lane's own code raised; such a lane trains no further.
     """
 
@@ -32,6 +35,7 @@ class Lane:
     optimizer: Optimizer
     scheduler: Any = None
     values: dict[Any, float] = field(default_factory=dict)
+    clipping: Clipping | None = None
     error: Exception | None = None
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:

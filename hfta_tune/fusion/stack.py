@@ -40,6 +40,7 @@ class LaneStack:
         buffers: {name: [lanes, ...]}.
         carried: {name: [lanes]}: what the template's own modules read a lane (the p of dropouts).
         values: {name: [lanes]}: numbers that a step may read, a lane its own.
+        limits: [lanes]: to what the lanes' gradients are clipped, or None.
     """
 
     def __init__(self, lanes: Sequence[Lane], device: torch.device) -> None:
@@ -59,6 +60,8 @@ class LaneStack:
                 self._bind(own, self.buffers[name])
         self.carried = self._numbers([dropout_probabilities(lane.model) for lane in self.lanes], device)
         self.values = self._numbers([lane.values for lane in self.lanes], device)
+        limits = [lane.clipping.limit for lane in self.lanes if lane.clipping is not None]
+        self.limits = torch.tensor(limits, device=device) if limits else None
 
     @staticmethod
     def _bind(rows: Sequence[Tensor], stacked: Tensor) -> None:
