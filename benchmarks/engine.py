@@ -9,9 +9,9 @@ a Worker with B FusedTrainables, each with its own; `by hand` is a network fused
 their losses are compared before they are timed.
 
 Each measurement is a number of slices. In each slice all contenders take turns, so that what else the machine
-does hits all of them; a speed-up is the median over the slices of the loop's time over the contender's in that
-slice. Steps are measured in the steady state: the engine first gets time to choose a strategy, which is
-reported apart. Each workload has a process of its own.
+does hits all of them, and disturbed slices are taken again; a speed-up is the median over the slices of the
+loop's time over the contender's in that slice. Steps are measured in the steady state: the engine first gets
+time to choose a strategy, which is reported apart. Each workload has a process of its own.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 LANES = (1, 8, 32, 128)
 LANES_OF_BARS = 32
 SLICES = 7
+RETAKES = 3
+QUIET_LOAD = 0.04
 CONTENDERS = ("loop", "vmap", "ours", "by hand", "jax")
 BARS = {"mlp": 12.0, "mlp_bn_dropout": 6.0, "cnn8": 3.5, "lstm": 4.0, "transformer": 3.0}
 
@@ -54,6 +56,7 @@ class Row:
 
     Attributes:
         step_seconds: {contender: seconds a step of all lanes, one for each slice}.
+        others: The share of the CPUs that other processes had in the most disturbed of these slices.
         steps: {contender: steps in a slice}.
         unavailable: {contender: why it was not measured}.
         settled: How the engine came to its strategy.
@@ -64,6 +67,7 @@ class Row:
     workload: str
     lanes: int
     step_seconds: dict[str, list[float]] = field(default_factory=dict)
+    others: float = 0.0
     steps: dict[str, int] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
     settled: Settled | None = None
@@ -151,18 +155,52 @@ def check_losses(
 
 
 def take_turns(contenders: Mapping[str, Contender], seconds: float, row: Row) -> None:
-    """Times slices of each contender in turn, for about `seconds` each, forwards and backwards by turns."""
+    """Times slices of each contender in turn, for about `seconds` each, forwards and backwards by turns.
+
+    Two threads that wait for each other all the time become many times slower when a third one wants their
+    CPUs. So slices that other processes disturbed are taken again, and the least disturbed ones count.
+    """
     a_step = {name: seconds_a_step(contender, seconds / SLICES) for name, contender in contenders.items()}
     slices = max(3, min(SLICES, int(seconds / max(a_step.values()))))
     row.steps = {name: max(1, round(seconds / slices / step)) for name, step in a_step.items()}
-    row.step_seconds = {name: [] for name in contenders}
     gc.collect()
-    for number in range(slices):
-        order = list(contenders) if number % 2 == 0 else list(contenders)[::-1]
+    taken: list[tuple[float, dict[str, float]]] = []
+    while len(taken) < slices * RETAKES and sum(load <= QUIET_LOAD for load, _ in taken) < slices:
+        order = list(contenders) if len(taken) % 2 == 0 else list(contenders)[::-1]
+        others = OtherProcesses()
+        times = {}
         for name in order:
             start = time.perf_counter()
             contenders[name].run(row.steps[name])
-            row.step_seconds[name].append((time.perf_counter() - start) / row.steps[name])
+            times[name] = (time.perf_counter() - start) / row.steps[name]
+        taken.append((others.load(), times))
+    least_disturbed = sorted(taken, key=lambda one: one[0])[:slices]
+    row.others = least_disturbed[-1][0]
+    row.step_seconds = {name: [times[name] for _, times in least_disturbed] for name in contenders}
+
+
+class OtherProcesses:
+    """What other processes take of the machine's CPUs since this object was made."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter(), time.process_time(), self._busy()
+
+    def load(self) -> float:
+        """The share of the CPUs that others had, from 0 to 1; 0 where the system does not tell (/proc/stat)."""
+        start, own, busy = self._start
+        others = self._busy() - busy - (time.process_time() - own)
+        return max(0.0, others / (time.perf_counter() - start) / (os.cpu_count() or 1))
+
+    @staticmethod
+    def _busy() -> float:
+        """The seconds that the CPUs have worked."""
+        try:
+            with open("/proc/stat") as statistics_of_system:
+                fields = [int(number) for number in statistics_of_system.readline().split()[1:]]
+        except OSError:
+            return 0.0
+        user, nice, system, _idle, _waiting, interrupts, soft_interrupts, stolen = fields[:8]
+        return (user + nice + system + interrupts + soft_interrupts + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def seconds_a_step(contender: Contender, enough: float) -> float:
@@ -245,14 +283,14 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def print_rows(rows: Sequence[Row]) -> None:
     header = ["workload", "B", "loop, ms"]
     header += [f"{contender}, x" for contender in CONTENDERS[1:]]
-    header += ["ours, range", "noise", "strategy", "after, s"]
+    header += ["ours, range", "noise", "others", "strategy", "after, s"]
     cells = []
     for row in rows:
         line = [row.workload, str(row.lanes), shown(row.milliseconds("loop"))]
         line += [shown(row.ratio(contender, "loop")) for contender in CONTENDERS[1:]]
         own = row.ratios("ours", "loop")
         line.append(f"{min(own):.3g} to {max(own):.3g}" if own else "-")
-        line.append(f"{100 * row.noise():.0f}%")
+        line += [f"{100 * row.noise():.0f}%", f"{100 * row.others:.0f}%"]
         settled = row.settled
         if settled is None:
             line += ["-", "-"]
@@ -343,7 +381,8 @@ def main() -> None:
     print()
     print_rows(rows)
     print("\nx: speed-up over the loop, median of the slices. ours, range: the slices' least and greatest. noise: the")
-    print("widest range of a contender's times, over its median. after: from the first step to the strategy's first.\n")
+    print("widest range of a contender's times, over its median. others: what other processes had of the CPUs in the")
+    print("most disturbed slice. after: from the array's first step to its strategy's first.\n")
     print_notes(rows)
     bars = bars_of(rows)
     if bars:

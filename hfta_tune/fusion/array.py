@@ -31,6 +31,7 @@ from hfta_tune.fusion.optimizers import (
     fuse_optimizers,
     obstacle_of_optimizer,
 )
+from hfta_tune.fusion.signature import python_state
 from hfta_tune.fusion.stack import LaneStack, Template
 
 __all__ = ["FusedArray", "Step"]
@@ -173,12 +174,7 @@ class FusedArray:
         return time.perf_counter()
 
     def _train_vmap(self, step: Step, batch: Any, updates: list[GroupUpdate] | None = None) -> Tensor:
-        losses: Tensor = self._attempt(step, batch, self._fused_losses)
-        if not losses.requires_grad:
-            raise VmapFailed(no_graph(self.lanes[0].name, losses), "training_step")
-        trainable = self._stacked().trainable()
-        gradients = torch.autograd.grad(losses.sum(), list(trainable.values()), allow_unused=True)
-        given = {name: g for name, g in zip(trainable, gradients, strict=True) if g is not None}
+        losses, given = self._attempt(step, batch, self._fused_gradients)
         given = self._clipped(given, self._stacked().limits)
         if updates is not None and isinstance(self._optimizer, NativeOptimizer):
             self._optimizer.apply(self._stacked().parameters, given, updates)
@@ -186,7 +182,7 @@ class FusedArray:
             self._optimizer.step(given)
         self._with_gradient = tuple(given)
         self._note_usual(step, batch)
-        return losses.detach()
+        return losses  # type: ignore[no-any-return]
 
     def _note_usual(self, step: Step, batch: Any) -> None:
         """Remember a batch of the most frequent form: that is what to compile for."""
@@ -297,9 +293,9 @@ class FusedArray:
 
     def probe(self, step: Step, batch: Any) -> None:
         """Run the forward pass of a training or evaluation step for its errors only; nothing changes."""
-        fused = self._fused_losses if self._training_mode else self._fused_metrics
+        finish = self._loss if self._training_mode else self._metrics
         with torch.no_grad(), self._unchanged_buffers():
-            fused(step, clone_batch(batch))
+            self._call(step, clone_batch(batch), finish)
 
     def _shares(self, batch: Any) -> Iterator[tuple[Lane, Any]]:
         """Each lane with a batch that is its own to change; the last gets the original."""
@@ -332,10 +328,22 @@ class FusedArray:
         # The first attempt may stop half-way, and what it changed must not be seen by the next one.
         tried = clone_batch(batch)
         with self._unchanged_buffers(on_error=True):
+            before = self._python_state()
             result = self._explained(fused, step, tried)
+            if self._python_state() != before:
+                error = RuntimeError("a module changes an attribute in its forward pass; keep it in a buffer")
+                raise VmapFailed(error, "the model")
         copy_changes(tried, batch)
         self._proven.add(form)
         return result
+
+    def _python_state(self) -> Any:
+        self._stacked()
+        assert self._template is not None
+        try:
+            return python_state(self._template.model)
+        except RuntimeError:  # a tensor of the finished vmap in a container
+            return object()
 
     def _explained(self, fused: Callable[[Step, Any], Any], step: Step, batch: Any) -> Any:
         try:
@@ -408,14 +416,25 @@ class FusedArray:
     def _loss(self, loss: Any) -> Tensor:
         return check_loss(loss, self.lanes[0].name)
 
-    def _fused_losses(self, step: Step, batch: Any) -> Tensor:
+    def _fused_gradients(self, step: Step, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the losses, [lanes], and {name: gradient [lanes, ...]} of those parameters that have one."""
         losses: Tensor = self._call(step, batch, self._loss)
-        return losses
+        if not losses.requires_grad:
+            raise no_graph(self.lanes[0].name, losses)
+        trainable = self._stacked().trainable()
+        found = torch.autograd.grad(losses.sum(), list(trainable.values()), allow_unused=True)
+        gradients = {name: g for name, g in zip(trainable, found, strict=True) if g is not None}
+        sparse = [name for name, gradient in gradients.items() if gradient.is_sparse]
+        if sparse:
+            raise NotImplementedError(f"the gradient of {sparse[0]!r} is sparse")
+        return losses.detach(), gradients
 
     def _fused_metrics(self, step: Step, batch: Any) -> dict[str, Tensor]:
-        name, device = self.lanes[0].name, self._device
-        metrics: dict[str, Tensor] = self._call(step, batch, lambda own: check_metrics(own, name, device))
+        metrics: dict[str, Tensor] = self._call(step, batch, self._metrics)
         return metrics
+
+    def _metrics(self, metrics: Any) -> dict[str, Tensor]:
+        return check_metrics(metrics, self.lanes[0].name, self._device)
 
     def _train_lane(self, step: Step, lane: Lane, batch: Any) -> Tensor:
         if lane.error is not None:

@@ -39,7 +39,7 @@ def clip_lanes(gradients: Mapping[str, Tensor], limits: Tensor, algorithm: str) 
     Formulas: torch's documentation of clip_grad_norm_ (with its 1e-6) and clip_grad_value_.
     """
     names = list(gradients)
-    flat = [gradients[name].flatten(1) for name in names]
+    flat = [gradients[name].reshape(gradients[name].shape[0], -1) for name in names]
     column = limits.unsqueeze(1)
     if algorithm == "norm":
         norms = torch.stack([torch.linalg.vector_norm(gradient, dim=1) for gradient in flat])

@@ -131,6 +131,8 @@ class _Keys:
 
 
 def _tensor_key(value: Tensor) -> Hashable:
+    if value.requires_grad:
+        return Incomparable("tensor computed from parameters", value)
     if value.is_sparse or value.is_meta or type(value) is not Tensor:
         return Incomparable(f"tensor of type {type(value).__name__}", value)
     array = value.detach().cpu().contiguous().flatten().view(torch.uint8)

@@ -8,16 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from hfta_tune.fusion.comparison import comparable, first_incomparable
 from hfta_tune.fusion.dropout import LANE_DROPOUTS
 
-__all__ = ["Signature", "model_signature", "optimizer_split"]
+__all__ = ["Signature", "model_signature", "optimizer_split", "python_state"]
 
-_TENSORS_AND_CHILDREN = frozenset({"_parameters", "_buffers", "_modules", "training"})
+# Hooks on state_dict and load_state_dict do nothing in a forward pass.
+_NOT_COMPARED = frozenset(
+    {
+        "_parameters",
+        "_buffers",
+        "_modules",
+        "training",
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +64,7 @@ def model_signature(model: nn.Module) -> Signature:
             carried = {"_flat_weights", "_flat_weight_refs"}  # it renews them when its parameters change
         attributes = []
         for attribute, value in sorted(vars(module).items()):
-            if attribute in _TENSORS_AND_CHILDREN or attribute in carried:
+            if attribute in _NOT_COMPARED or attribute in carried:
                 continue
             if "_hooks" in attribute and isinstance(value, dict):
                 value = list(value.values())  # their keys are running numbers of the process
@@ -59,7 +73,7 @@ def model_signature(model: nn.Module) -> Signature:
             if found is not None and obstacle is None:
                 obstacle = f"{name or type(module).__name__}: attribute {attribute!r} ({found.what})"
             attributes.append((attribute, key))
-        modules.append((name, names[id(module)], type(module), tuple(attributes)))
+        modules.append((name, names[id(module)], _kind(module), tuple(attributes)))
 
     tensors: list[Hashable] = []
     first_name: dict[int, str] = {}
@@ -74,6 +88,24 @@ def model_signature(model: nn.Module) -> Signature:
             if type(tensor) not in (nn.Parameter, nn.Buffer) and kind == "parameter" and obstacle is None:
                 obstacle = f"{name}: parameter of type {type(tensor).__name__}"
     return Signature((tuple(modules), tuple(tensors)), obstacle)
+
+
+def python_state(model: nn.Module) -> Hashable:
+    """Return what a module keeps in plain attributes, less tensors: it must not change in a forward pass."""
+    return tuple(
+        (name, attribute, comparable(value))
+        for name, module in model.named_modules()
+        for attribute, value in sorted(vars(module).items())
+        if attribute not in _NOT_COMPARED | {"_flat_weights", "_flat_weight_refs"} and not isinstance(value, Tensor)
+    )
+
+
+def _kind(module: nn.Module) -> Any:
+    """The class of a module; parametrizing makes a class for each module, which stands for the original."""
+    if parametrize.is_parametrized(module):
+        parametrizations: Any = module.parametrizations
+        return (parametrize.type_before_parametrizations(module), tuple(parametrizations))
+    return type(module)
 
 
 def optimizer_split(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from hfta_tune.fusion.dropout import dropout_probabilities, replace_dropouts
 from hfta_tune.fusion.lane import Lane
 
-__all__ = ["LaneStack", "Template"]
+__all__ = ["LaneStack", "Template", "rows"]
+
+
+def rows(stacked: Tensor) -> Tensor:
+    """Return a stacked tensor as [lanes, elements]."""
+    return stacked.reshape(stacked.shape[0], -1)
 
 
 class Template(nn.Module):
@@ -26,9 +31,19 @@ class Template(nn.Module):
         super().__init__()
         self.model = copy.deepcopy(model)
         replace_dropouts(self)
+        for module in self.modules():
+            if isinstance(module, nn.TransformerEncoder):
+                module.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
 
     def forward(self, step, batch, values):  # type: ignore[no-untyped-def]
         return step(self.model, batch, values)
+
+
+def _refuse_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Stop an evaluation whose padded places torch's fused path would fill with zeros, and vmap would not."""
+    mask = kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None)
+    if mask is not None and not module.training and module.use_nested_tensor:
+        raise NotImplementedError("nested tensors, which a padding mask makes in evaluation, do not run under vmap")
 
 
 class LaneStack:
@@ -51,12 +66,12 @@ class LaneStack:
         with torch.no_grad():
             for name, parameter in first.parameters():
                 rows = [lane.model.get_parameter(name) for lane in self.lanes]
-                self.parameters[name] = torch.stack([row.data for row in rows])
+                self.parameters[name] = torch.stack([row.data for row in rows]).contiguous()
                 self._bind(rows, self.parameters[name])
                 self.parameters[name].requires_grad_(parameter.requires_grad)
             for name, _ in first.buffers():
                 own = [lane.model.get_buffer(name) for lane in self.lanes]
-                self.buffers[name] = torch.stack([row.data for row in own])
+                self.buffers[name] = torch.stack([row.data for row in own]).contiguous()
                 self._bind(own, self.buffers[name])
         self.carried = self._numbers([dropout_probabilities(lane.model) for lane in self.lanes], device)
         self.values = self._numbers([lane.values for lane in self.lanes], device)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from hfta_tune.fusion.lane import Lane
 from hfta_tune.fusion.optimizers._base import LaneNumbers, has_plain_steps
-from hfta_tune.fusion.stack import LaneStack
+from hfta_tune.fusion.stack import LaneStack, rows
 
 __all__ = ["GroupUpdate", "NativeOptimizer", "ParameterGroup"]
 
@@ -36,7 +36,7 @@ class ParameterGroup:
         self.flags = flags
         device = stack.parameters[self.names[0]].device if self.names else torch.device("cpu")
         self.numbers = LaneNumbers(optimizers, group, device)
-        self.parameters = {name: stack.parameters[name].detach().flatten(1) for name in self.names}
+        self.parameters = {name: rows(stack.parameters[name].detach()) for name in self.names}
         self.lanes_parameters = {name: [lane.model.get_parameter(name) for lane in lanes] for name in self.names}
         self.optimizers = optimizers
         self.dtype = next(iter(self.parameters.values())).dtype if self.names else torch.float32
@@ -185,8 +185,8 @@ class NativeOptimizer:
         """Update parameters and state in place; both dicts hold tensors of shape [lanes, ...]."""
         for update in updates:
             if update.names:
-                flat = [parameters[name].detach().flatten(1) for name in update.names]
-                cls._apply(flat, [gradients[name].flatten(1) for name in update.names], update)
+                flat = [rows(parameters[name].detach()) for name in update.names]
+                cls._apply(flat, [rows(gradients[name]) for name in update.names], update)
 
     def _prepare(self, group: ParameterGroup, names: tuple[str, ...]) -> GroupUpdate:
         raise NotImplementedError

@@ -26,7 +26,8 @@ class OptimizerViews:
         """Update the stacked parameters in place; a parameter without gradient is left alone."""
         for name, gradient in gradients.items():
             for row, parameter in enumerate(self._own[name]):
-                parameter.grad = gradient[row]
+                # Contiguous: the fused kernels of torch.optim read a gradient without its strides.
+                parameter.grad = gradient[row].contiguous()
         for lane in self._lanes:
             try:
                 lane.optimizer.step()
