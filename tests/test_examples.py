@@ -39,8 +39,8 @@ def test_an_example_runs_to_its_table(command: list[str], tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Traceback" not in done.stdout + done.stderr
-    best = re.search(r"^.*accuracy.*\n.*\n(.*)$", done.stdout, flags=re.MULTILINE)
-    assert best is not None, done.stdout
-    assert float(best[1].split()[-1]) > 0.5  # better than chance, five times over
+    table = re.search(r"^  trial .*accuracy\n  -.*\n(.*)$", done.stdout, flags=re.MULTILINE)
+    assert table is not None, done.stdout
+    assert float(table[1].split()[-1]) > 0.3  # better than chance, three times over
     if "--compare" in command:
         assert re.search(r"hfta_tune is \d+\.\d times as fast", done.stdout), done.stdout
