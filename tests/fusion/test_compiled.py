@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from hfta_tune import FusedTrainable, Worker
 from hfta_tune.fusion import COMPILED
 from hfta_tune.fusion.choice import StrategyChoice
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="inductor needs a C++ compiler"),
+]
 
 
 class Normed(Points):
