@@ -30,7 +30,6 @@ __all__ = ["Contender", "Ours", "PlainVmap", "Settled", "StockLoop", "Unavailabl
 LONGEST_ROUND = 64
 # The engine is told that much is left to train, for a steady state is what these benchmarks ask about.
 LONG_RUN = 10_000
-QUIET_SECONDS = 20.0
 
 
 class Unavailable(Exception):
@@ -152,8 +151,8 @@ class Settled:
 
     Attributes:
         strategy: As Worker.describe() names it.
-        seconds: From the first step to the strategy's.
-        chosen: Whether the worker said that its choice was made.
+        seconds: From the first step to the end of the round after which the strategy stayed.
+        chosen: Whether the choice was made by then.
     """
 
     strategy: str
@@ -193,13 +192,18 @@ class Ours(Contender):
                 totals[int(lane)] += outcome.get("train_loss", math.nan) * self.rounds.steps
         return [total / steps for total in totals]
 
+    @property
+    def measured(self) -> dict[str, float]:
+        """{strategy: seconds a step}, as the engine measured them."""
+        return {name: s for array in self.worker.describe()["arrays"] for name, s in array["seconds_a_step"].items()}
+
     def settle(self, limit: float) -> Settled:
         """Trains until the worker has chosen its strategy, or `limit` seconds have passed.
 
-        A worker that does not say whether it has chosen counts as settled when it has kept a strategy for
-        QUIET_SECONDS.
+        At the end of a round, an array whose strategy has not been measured is about to try it; one whose
+        strategy has been measured has made its choice.
         """
-        start = changed = time.perf_counter()
+        start = since = time.perf_counter()
         strategy, steps = "", 1
         while True:
             began = time.perf_counter()
@@ -208,11 +212,12 @@ class Ours(Contender):
             if now - began < 0.25:
                 steps = min(2 * steps, LONGEST_ROUND)
             if self.strategy != strategy:
-                strategy, changed = self.strategy, began
-            says = [array["chosen"] for array in self.worker.describe()["arrays"] if "chosen" in array]
-            chosen = bool(says) and all(says)
-            if chosen or (not says and now - changed > QUIET_SECONDS) or now - start > limit:
-                return Settled(strategy, changed - start, chosen)
+                strategy, since = self.strategy, now
+            chosen = self.worker.lanes == 1 or all(
+                array["strategy"] in array["seconds_a_step"] for array in self.worker.describe()["arrays"]
+            )
+            if chosen or now - start > limit:
+                return Settled(strategy, since - start, chosen)
 
 
 class _Rounds:

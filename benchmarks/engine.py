@@ -44,6 +44,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 LANES = (1, 8, 32, 128)
 LANES_OF_BARS = 32
 SLICES = 7
+FEWEST_STEPS = 4
 RETAKES = 3
 QUIET_LOAD = 0.04
 CONTENDERS = ("loop", "vmap", "ours", "by hand", "jax")
@@ -61,6 +62,7 @@ class Row:
         unavailable: {contender: why it was not measured}.
         settled: How the engine came to its strategy.
         strategy_after: The engine's strategy after the measurement.
+        engine_seconds: {strategy: seconds a step}, as the engine measured them to choose.
         warnings: What was warned of meanwhile, most of it by the engine.
     """
 
@@ -72,6 +74,7 @@ class Row:
     unavailable: dict[str, str] = field(default_factory=dict)
     settled: Settled | None = None
     strategy_after: str = ""
+    engine_seconds: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def milliseconds(self, contender: str) -> float | None:
@@ -130,7 +133,7 @@ def measure(workload: Workload, lanes: int, args: argparse.Namespace) -> Row:
             row.settled = ours.settle(args.warm_up)
         take_turns(contenders, args.seconds, row)
     if isinstance(ours, Ours):
-        row.strategy_after = ours.strategy
+        row.strategy_after, row.engine_seconds = ours.strategy, ours.measured
     row.warnings = list(dict.fromkeys(str(warning.message) for warning in caught))
     return row
 
@@ -162,7 +165,7 @@ def take_turns(contenders: Mapping[str, Contender], seconds: float, row: Row) ->
     """
     a_step = {name: seconds_a_step(contender, seconds / SLICES) for name, contender in contenders.items()}
     slices = max(3, min(SLICES, int(seconds / max(a_step.values()))))
-    row.steps = {name: max(1, round(seconds / slices / step)) for name, step in a_step.items()}
+    row.steps = {name: max(FEWEST_STEPS, round(seconds / slices / step)) for name, step in a_step.items()}
     gc.collect()
     taken: list[tuple[float, dict[str, float]]] = []
     while len(taken) < slices * RETAKES and sum(load <= QUIET_LOAD for load, _ in taken) < slices:
@@ -170,9 +173,7 @@ def take_turns(contenders: Mapping[str, Contender], seconds: float, row: Row) ->
         others = OtherProcesses()
         times = {}
         for name in order:
-            start = time.perf_counter()
-            contenders[name].run(row.steps[name])
-            times[name] = (time.perf_counter() - start) / row.steps[name]
+            times[name] = timed(contenders[name], row.steps[name]) / row.steps[name]
         taken.append((others.load(), times))
     least_disturbed = sorted(taken, key=lambda one: one[0])[:slices]
     row.others = least_disturbed[-1][0]
@@ -207,12 +208,18 @@ def seconds_a_step(contender: Contender, enough: float) -> float:
     """Warms a contender up with ever more steps, until they take half of `enough` seconds; times the last."""
     steps = 1
     while True:
-        start = time.perf_counter()
-        contender.run(steps)
-        taken = time.perf_counter() - start
+        # The lesser of two: who is disturbed here would get slices of too few steps.
+        taken = min(timed(contender, steps), timed(contender, steps))
         if taken > enough / 2:
             return taken / steps
         steps *= 2
+
+
+def timed(contender: Contender, steps: int) -> float:
+    """The seconds that `steps` steps take."""
+    start = time.perf_counter()
+    contender.run(steps)
+    return time.perf_counter() - start
 
 
 @dataclass(frozen=True)
@@ -296,7 +303,7 @@ def print_rows(rows: Sequence[Row]) -> None:
             line += ["-", "-"]
         else:
             changed = f", then {row.strategy_after}" if row.strategy_after != settled.strategy else ""
-            line += [settled.strategy + changed, f"{settled.seconds:.1f}"]
+            line += [settled.strategy + changed, f"{settled.seconds:.1f}" if settled.chosen else "undecided"]
         cells.append(line)
     print_table(header, cells)
 
@@ -316,6 +323,9 @@ def print_notes(rows: Sequence[Row]) -> None:
         for contender, reason in row.unavailable.items():
             if contender != "jax" or jax_version() is not None:
                 print(f"{where}: {contender} not measured: {reason}")
+        if row.engine_seconds:
+            figures = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in row.engine_seconds.items())
+            print(f"{where}: the engine chose from {figures}")
         for warning in row.warnings:
             print(f"{where}: warning: {warning}")
 
