@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from hfta_tune.fusion import FusionError, comparable, model_signature
+from hfta_tune.fusion import FusionError, comparable, first_incomparable, model_signature
 
-__all__ = ["same_value", "shared_self", "watched_self"]
+__all__ = ["AttributeUse", "same_value", "shared_self", "watched_self"]
 
 _MISSING = object()
 
 
-def shared_self(trainables: Sequence[Any], names: Sequence[str], hook: str, config: Any) -> Any:
+@dataclass(eq=False, slots=True)
+class AttributeUse:
+    """The attributes of self that a hook was seen to read and to set."""
+
+    read: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
+
+    def values(self, trainable: Any) -> Hashable:
+        """Return a key of the values that were read, or None if a change in them could go unseen."""
+        if self.written:
+            return None
+        key = tuple((name, _key(getattr(trainable, name))) for name in sorted(self.read))
+        return key if first_incomparable(key) is None else None
+
+
+def _key(value: Any) -> Hashable:
+    if isinstance(value, nn.Module):
+        return model_signature(value).key, comparable(value.state_dict())
+    return comparable(value)
+
+
+def shared_self(trainables: Sequence[Any], names: Sequence[str], hook: str, config: Any, use: AttributeUse) -> Any:
     """Return a `self` for one call of `hook` that stands for all of `trainables`.
 
     Reading an attribute that is equal in all of them gives it; assigning sets it in all of them;
-    `self.config` is `config`.
+    `self.config` is `config`. `use` notes both.
 
     Raises:
         FusionError: on reading an attribute that differs, with its name and the trials'.
@@ -27,6 +49,7 @@ def shared_self(trainables: Sequence[Any], names: Sequence[str], hook: str, conf
     def read(name: str, values: list[Any]) -> Any:
         if name == "config":
             return config
+        use.read.add(name)
         for trial, value in zip(names[1:], values[1:], strict=True):
             if not same_value(values[0], value):
                 raise FusionError(
@@ -37,6 +60,7 @@ def shared_self(trainables: Sequence[Any], names: Sequence[str], hook: str, conf
         return values[0]
 
     def write(name: str, value: Any) -> None:
+        use.written.add(name)
         for trainable in trainables:
             setattr(trainable, name, value)
 
@@ -88,8 +112,4 @@ def same_value(one: Any, other: Any) -> bool:
         return True
     if one is _MISSING or other is _MISSING:
         return False
-    if isinstance(one, nn.Module) and isinstance(other, nn.Module):
-        return model_signature(one) == model_signature(other) and comparable(one.state_dict()) == comparable(
-            other.state_dict()
-        )
-    return comparable(one) == comparable(other)
+    return _key(one) == _key(other)

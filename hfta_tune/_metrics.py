@@ -23,13 +23,11 @@ class RoundMeans:
     def add(self, name: str, lanes: Sequence[Lane], values: Tensor, size: int) -> None:
         """Add one batch: `values` is [lanes], `size` the number of its samples."""
         key = (name, tuple(lanes))
-        weighted = values.to(torch.float32) * size
-        if key in self._sums:
-            self._sums[key] += weighted
-            self._weights[key] += size
-        else:
-            self._sums[key] = weighted
-            self._weights[key] = size
+        if key not in self._sums:
+            self._sums[key] = torch.zeros(len(lanes), dtype=torch.float32, device=self._device)
+            self._weights[key] = 0
+        self._sums[key].add_(values, alpha=size)
+        self._weights[key] += size
 
     def read(self, lanes: Sequence[Lane]) -> dict[Lane, dict[str, float]]:
         """Return {lane: {metric: mean}}; the one place where a round waits for the device."""

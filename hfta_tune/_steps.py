@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from hfta_tune._guard import shared_self
+from hfta_tune._guard import AttributeUse, shared_self
 from hfta_tune._recording import MISSING, ConfigPath, RecordingConfig, lookup
 from hfta_tune.fusion import FusedArray, Lane, LanesDiffer, comparable
 
@@ -36,6 +37,7 @@ class Steps:
     keys: set[ConfigPath] = field(default_factory=set)
     numbers: set[ConfigPath] = field(default_factory=set)
     _trying: frozenset[ConfigPath] = frozenset()
+    _attributes: dict[str, AttributeUse] = field(default_factory=lambda: defaultdict(AttributeUse))
 
     def training(self, lanes: Sequence[Lane], model: nn.Module, batch: Any, values: Mapping[Any, Tensor]) -> Any:
         """Call training_step for `lanes`."""
@@ -48,6 +50,10 @@ class Steps:
     def signature(self, config: Mapping[Any, Any]) -> tuple[Any, ...]:
         """The values of the keys that joined the signature."""
         return tuple((path, comparable(lookup(config, path))) for path in sorted(self.keys, key=repr))
+
+    def surroundings(self, trainable: Any) -> Hashable:
+        """A key of what training_step was seen to read from self, or None if a change in that could go unseen."""
+        return self._attributes["training_step"].values(trainable)
 
     def must_be_python_numbers(self, array: FusedArray, step: Callable[..., Any], batch: Any) -> bool:
         """After a failure under vmap: find the floats whose use as tensors caused it, if any.
@@ -102,7 +108,9 @@ class Steps:
         config = RecordingConfig(configs[0], on_read, on_read_all)
         trainable: Any = owners[0][0]
         if len(lanes) > 1:
-            trainable = shared_self([t for t, _ in owners], [lane.name for lane in lanes], hook, config)
+            trainable = shared_self(
+                [t for t, _ in owners], [lane.name for lane in lanes], hook, config, self._attributes[hook]
+            )
         return getattr(self.kind, hook)(trainable, model, batch, config)
 
 

@@ -352,15 +352,16 @@ class Worker:
         seed = int(trials[0].trainable.seed) * 1_000_003 + first_epoch
         with self._own_randomness(seed):
             try:
-                self._set_mode(self._arrange(alive), training=True)
+                arrays = self._arrange(alive)
+                self._set_mode(arrays, training=True)
+                for array in arrays:
+                    array.numbers_may_have_changed()
+                    array.set_surroundings(steps.surroundings(trials[0].trainable))
                 steps_a_round = 0
                 for batch in self._batches(data.train, "train_dataloader"):
                     self._train_on(batch, steps, alive, failed, means)
                     steps_a_round += 1
-                for array in _arrays_of(alive):
-                    seconds = array.compile_if_it_pays(rounds_left * steps_a_round)
-                    if seconds is not None:
-                        logger.info("Compiled the training step of %d lanes in %.1f s.", len(array.lanes), seconds)
+                self._compile_what_pays(_arrays_of(alive), steps, rounds_left * steps_a_round)
                 if data.validation is not None and alive:
                     self._set_mode(self._arrange(alive), training=False)
                     for batch in self._batches(data.validation, "val_dataloader"):
@@ -376,6 +377,16 @@ class Worker:
                     self._fail(trial, error, alive, failed)
         return {**failed, **{trial.name: results[trial.lane] for trial in alive}}
 
+    def _compile_what_pays(self, arrays: Iterable[FusedArray], steps: Steps, steps_left: float) -> None:
+        for array in arrays:
+            surroundings = steps.surroundings(self._owners[array.lanes[0]][0])
+            if surroundings is None:  # the compiled step would not see what the user's code does to self
+                continue
+            array.set_surroundings(surroundings)
+            seconds = array.compile_if_it_pays(steps_left)
+            if seconds is not None:
+                logger.info("Compiled the training step of %d lanes in %.1f s.", len(array.lanes), seconds)
+
     def _train_on(
         self, batch: Any, steps: Steps, alive: list[_Trial], failed: dict[str, Any], means: RoundMeans
     ) -> None:
@@ -389,6 +400,9 @@ class Worker:
                     trial.lane.step_scheduler()
                 except Exception as error:
                     self._fail(trial, error, alive, failed)
+                else:
+                    if trial.array is not None:
+                        trial.array.numbers_may_have_changed()
 
     def _evaluate_on(
         self, batch: Any, steps: Steps, alive: list[_Trial], failed: dict[str, Any], means: RoundMeans

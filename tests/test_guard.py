@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hfta_tune._guard import shared_self, watched_self
+from hfta_tune._guard import AttributeUse, shared_self, watched_self
 from hfta_tune.fusion import FusionError
 
 
@@ -34,7 +34,9 @@ class Derived(Base):
 
 
 def shared(*trainables: Base) -> Any:
-    return shared_self(trainables, [f"t{i}" for i in range(len(trainables))], "training_step", {"shared": True})
+    return shared_self(
+        trainables, [f"t{i}" for i in range(len(trainables))], "training_step", {"shared": True}, AttributeUse()
+    )
 
 
 def test_equal_attributes_methods_and_super() -> None:

@@ -7,18 +7,19 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.utils import _pytree as pytree
 
-from hfta_tune.fusion.batch import clone_batch, copy_changes, form_of_batch
+from hfta_tune.fusion.batch import clone_batch, constants_of_batch, copy_changes, form_of_batch
 from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, VMAP, StrategyChoice
 from hfta_tune.fusion.clipping import clip_lanes
-from hfta_tune.fusion.compiled import CompiledStep
+from hfta_tune.fusion.compiled import BoundStep, CompiledStep
 from hfta_tune.fusion.contract import check_loss, check_metrics, no_graph
 from hfta_tune.fusion.failure import LanesDiffer, VmapFailed, first_line, place_of
 from hfta_tune.fusion.kernels import LaneKernels
@@ -84,6 +85,11 @@ class FusedArray:
         self._seen: Counter[Any] = Counter()
         self._usual: tuple[Step, Any] | None = None
         self._with_gradient: tuple[str, ...] = ()
+        self._updates: list[GroupUpdate] | None = None
+        self._last_updates: list[GroupUpdate] = []
+        self._bound_steps: dict[Any, BoundStep | None] = {}
+        self._bound_to: list[GroupUpdate] | None = None
+        self._surroundings: Hashable = ()
         self._bound = False
 
     @property
@@ -110,8 +116,7 @@ class FusedArray:
             self.lanes.remove(lane)
             lane.detach_storage()
         self.lanes.extend(join)
-        self._stack = self._optimizer = None
-        self._proven_compiled.clear()
+        self._drop_stack()
         if len(self.lanes) == 1:
             self._unstack()
 
@@ -142,13 +147,35 @@ class FusedArray:
         for lane in self.lanes:
             lane.mark_optimizer_called()
         strategy = self.strategy
-        run = {VMAP: self._train_vmap, COMPILED: self._train_compiled, LANE_BY_LANE: self._train_alone}[strategy]
+        run: Callable[[], Tensor] | None = None
+        if strategy == COMPILED:
+            updates = self._prepare_optimizer()
+            bound = self._bound_step(batch, updates)
+            if bound is None:  # lanes have changed, or no step was compiled for such a batch
+                return self._train_vmap(step, batch, updates)
+            run = functools.partial(self._train_compiled, bound, batch)
+        else:
+            run = functools.partial(self._train_vmap if strategy == VMAP else self._train_alone, step, batch)
         if not self._choice.measuring(strategy) or len(self.lanes) == 1:
-            return run(step, batch)
+            return run()
         begin = self._now()
-        losses = run(step, batch)
+        losses = run()
         self._choice.record(strategy, self._now() - begin)
         return losses
+
+    def numbers_may_have_changed(self) -> None:
+        """Read the numbers of the lanes' optimizers again before the next step."""
+        self._updates = None
+
+    def set_surroundings(self, surroundings: Hashable) -> None:
+        """Tell what the training step reads besides its arguments, as far as known.
+
+        A compiled step holds that for constant, so it serves equal surroundings only.
+        """
+        if surroundings != self._surroundings:
+            self._surroundings = surroundings
+            self._proven_compiled.clear()
+            self._bound_steps.clear()
 
     def compile_if_it_pays(self, steps_left: float) -> float | None:
         """Between rounds: compile the training step if what is left to train is worth it.
@@ -176,11 +203,14 @@ class FusedArray:
     def _train_vmap(self, step: Step, batch: Any, updates: list[GroupUpdate] | None = None) -> Tensor:
         losses, given = self._attempt(step, batch, self._fused_gradients)
         given = self._clipped(given, self._stacked().limits)
-        if updates is not None and isinstance(self._optimizer, NativeOptimizer):
+        if tuple(given) != self._with_gradient:
+            self._with_gradient = tuple(given)
+            self._updates = updates = None
+        if isinstance(self._optimizer, NativeOptimizer):
+            updates = updates or self._prepare_optimizer()
             self._optimizer.apply(self._stacked().parameters, given, updates)
         elif self._optimizer is not None:
             self._optimizer.step(given)
-        self._with_gradient = tuple(given)
         self._note_usual(step, batch)
         return losses  # type: ignore[no-any-return]
 
@@ -191,20 +221,26 @@ class FusedArray:
         if self._seen[form] >= max(self._seen.values()):
             self._usual = (step, batch)
 
-    def _train_compiled(self, step: Step, batch: Any) -> Tensor:
-        form = form_of_batch(batch)
-        # After lanes have changed, and for a new form of batch, the user's code is run once to see them.
-        if form in self._proven_compiled:
-            updates = self._prepare_optimizer()
+    def _bound_step(self, batch: Any, updates: list[GroupUpdate]) -> BoundStep | None:
+        """The compiled step for a batch, with this array's tensors; None if there is none."""
+        form = form_of_batch(batch), constants_of_batch(batch)
+        if form not in self._proven_compiled:
+            # The user's code is run once to see these lanes, and what it reads of their configs.
+            self._proven_compiled.add(form)
+            return None
+        if self._bound_to is not updates:
+            self._bound_steps.clear()
+            self._bound_to = updates
+        if form not in self._bound_steps:
             compiled = self._compiled.get(self._step_form(batch, updates))
-            if compiled is not None:
-                losses, gradients = compiled(self._step_tensors(batch, updates))
-                if isinstance(self._optimizer, OptimizerViews):
-                    self._optimizer.step(gradients)
-                return losses  # type: ignore[no-any-return]
-            return self._train_vmap(step, batch, updates)
-        self._proven_compiled.add(form)
-        return self._train_vmap(step, batch)
+            self._bound_steps[form] = None if compiled is None else compiled.bind(self._step_tensors(batch, updates))
+        return self._bound_steps[form]
+
+    def _train_compiled(self, bound: BoundStep, batch: Any) -> Tensor:
+        losses, gradients = bound(batch)
+        if isinstance(self._optimizer, OptimizerViews):
+            self._optimizer.step(gradients)
+        return losses  # type: ignore[no-any-return]
 
     def _compile(self, step: Step, batch: Any) -> bool:
         """Compile the training step for batches of this form; return whether it is there."""
@@ -251,12 +287,26 @@ class FusedArray:
         return clip_lanes(gradients, limits, clipping.algorithm)
 
     def _prepare_optimizer(self) -> list[GroupUpdate]:
-        optimizer = self._optimizer
-        return optimizer.prepare(self._with_gradient) if isinstance(optimizer, NativeOptimizer) else []
+        """The updates of the next step; the same object as long as nothing in them has changed."""
+        if self._updates is None:
+            self._stacked()
+            optimizer = self._optimizer
+            updates = optimizer.prepare(self._with_gradient) if isinstance(optimizer, NativeOptimizer) else []
+            if _same_updates(updates, self._last_updates):
+                updates = self._updates = self._last_updates
+            self._last_updates = updates
+            return updates
+        return self._updates
 
     def _step_form(self, batch: Any, updates: Sequence[GroupUpdate]) -> Any:
         """What a compiled step depends on besides its tensors and the signature."""
-        return form_of_batch(batch), tuple(update.form for update in updates), tuple(self._stacked().values)
+        return (
+            form_of_batch(batch),
+            constants_of_batch(batch),
+            tuple(update.form for update in updates),
+            tuple(self._stacked().values),
+            self._surroundings,
+        )
 
     def _step_tensors(self, batch: Any, updates: Sequence[GroupUpdate]) -> dict[str, Any]:
         stack = self._stacked()
@@ -318,8 +368,14 @@ class FusedArray:
     def _unstack(self) -> None:
         for lane in self.lanes:
             lane.detach_storage()
-        self._stack = self._optimizer = None
+        self._drop_stack()
         self._bound = False
+
+    def _drop_stack(self) -> None:
+        self._stack = self._optimizer = None
+        self._updates, self._last_updates = None, []
+        self._proven_compiled.clear()
+        self._bound_steps.clear()
 
     def _attempt(self, step: Step, batch: Any, fused: Callable[[Step, Any], Any]) -> Any:
         form = (fused.__name__, form_of_batch(batch))
@@ -480,6 +536,16 @@ class FusedArray:
     def _values_of(self, lane: Lane) -> dict[str, Tensor]:
         dtype = torch.get_default_dtype()
         return {name: torch.tensor(v, dtype=dtype, device=self._device) for name, v in lane.values.items()}
+
+
+def _same_updates(one: list[GroupUpdate], other: list[GroupUpdate]) -> bool:
+    """Whether two preparations came to the same tensors, so that a third one would too."""
+    return [_identity(update) for update in one] == [_identity(update) for update in other]
+
+
+def _identity(update: GroupUpdate) -> Any:
+    tensors = (update.numbers, update.state, update.clocks)
+    return update.form, [id(tensor) for tensor in pytree.tree_leaves(tensors)]
 
 
 @contextlib.contextmanager

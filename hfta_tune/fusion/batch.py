@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["clone_batch", "copy_changes", "form_of_batch"]
+from hfta_tune.fusion.comparison import comparable
+
+__all__ = ["clone_batch", "constants_of_batch", "copy_changes", "form_of_batch"]
 
 
 def form_of_batch(batch: Any) -> Any:
     """Return the structure of a batch and the shapes and dtypes of its tensors."""
     leaves, structure = pytree.tree_flatten(batch)
     return structure, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+
+
+def constants_of_batch(batch: Any) -> Hashable:
+    """Return the values in a batch that are no tensors."""
+    return tuple(comparable(leaf) for leaf in pytree.tree_leaves(batch) if not isinstance(leaf, Tensor))
 
 
 def clone_batch(batch: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["CompiledStep", "Tensors"]
+__all__ = ["BoundStep", "CompiledStep", "Tensors"]
 
 Tensors: TypeAlias = Any
 """Nested dicts, lists and tuples of tensors. What is not in "batch" has shape [lanes, ...]."""
@@ -39,6 +39,9 @@ class CompiledStep:
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         constants = [None if tensor else leaf for tensor, leaf in zip(self._is_tensor, leaves, strict=True)]
         shared = _batch_leaves(tensors)
+        before = [tensor for tensor, batch in zip(self._is_tensor, shared, strict=True) if tensor and not batch]
+        count = sum(tensor and batch for tensor, batch in zip(self._is_tensor, shared, strict=True))
+        self._batch_places = slice(len(before), len(before) + count)  # the batch is last
         fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         stand_ins = [
             _stand_in(fake, leaf, number, varies=not batch)
@@ -61,11 +64,23 @@ class CompiledStep:
             self._run: Any = compile_fx(record, stand_ins)
         self._result = results[0]
 
-    def __call__(self, tensors: dict[str, Tensors]) -> Tensors:
-        """Run the step on tensors of the example's structure, with any number of lanes."""
+    def bind(self, tensors: dict[str, Tensors]) -> BoundStep:
+        """Bind the step to tensors of the example's structure, with any number of lanes; only batches still vary."""
         given = [leaf for leaf in pytree.tree_leaves(tensors) if isinstance(leaf, Tensor)]
+        return BoundStep(self._run, given, self._batch_places, self._result)
+
+
+class BoundStep:
+    """A compiled step with all its inputs in place but the batch."""
+
+    def __init__(self, run: Any, inputs: list[Tensor], batch_places: slice, result: Any) -> None:
+        self._run, self._inputs, self._batch_places, self._result = run, inputs, batch_places, result
+
+    def __call__(self, batch: Tensors) -> Tensors:
+        """Run the step on a batch of the example's form."""
+        self._inputs[self._batch_places] = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
         with torch.no_grad():
-            return pytree.tree_unflatten(list(self._run(*given)), self._result)
+            return pytree.tree_unflatten(list(self._run(*self._inputs)), self._result)
 
 
 def _batch_leaves(tensors: dict[str, Tensors]) -> list[bool]:

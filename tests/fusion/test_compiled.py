@@ -12,6 +12,7 @@ from trainables import Points
 
 from hfta_tune import FusedTrainable, Worker
 from hfta_tune.fusion import COMPILED
+from hfta_tune.fusion.compiled import BoundStep
 from hfta_tune.fusion.choice import StrategyChoice
 
 pytestmark = [
@@ -54,6 +55,33 @@ class Momentum(Points):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=config["lr"], total_steps=40)
 
 
+class Annealed(Points):
+    """A step that reads an attribute of self, which changes from round to round."""
+
+    temperature = 1.0
+
+    def build_model(self, config: dict[str, Any]) -> nn.Module:
+        self.temperature = 1.0
+        return super().build_model(config)
+
+    def training_step(self, model: nn.Module, batch: Any, config: dict[str, Any]) -> torch.Tensor:
+        return super().training_step(model, batch, config) * self.temperature
+
+    def evaluate(self, model: nn.Module, config: dict[str, Any]) -> dict[str, float]:
+        self.temperature = 0.5 if self.temperature == 1.0 else 1.0
+        return {}
+
+
+class Counting(Points):
+    """A step that counts its calls, and weighs the loss by the count."""
+
+    calls = 0
+
+    def training_step(self, model: nn.Module, batch: Any, config: dict[str, Any]) -> torch.Tensor:
+        self.calls += 1
+        return super().training_step(model, batch, config) / self.calls
+
+
 @pytest.fixture
 def always_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile once everything is measured, and prefer the compiled step."""
@@ -67,8 +95,25 @@ def always_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StrategyChoice, "strategy", strategy)
 
 
+@pytest.fixture
+def compiled_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of lanes of each step that a compiled function has trained."""
+    taken: list[int] = []
+    real = BoundStep.__call__
+
+    def call(self: BoundStep, batch: Any) -> Any:
+        result = real(self, batch)
+        taken.append(len(result[0]))
+        return result
+
+    monkeypatch.setattr(BoundStep, "__call__", call)
+    return taken
+
+
 @pytest.mark.parametrize("kind", [Normed, Viewed, Momentum])
-def test_compiled_lanes_train_as_alone(kind: type[FusedTrainable], always_compiles: None) -> None:
+def test_compiled_lanes_train_as_alone(
+    kind: type[FusedTrainable], always_compiles: None, compiled_steps: list[int]
+) -> None:
     worker = Worker(6, device="cpu")
     alone = {}
 
@@ -95,7 +140,30 @@ def test_compiled_lanes_train_as_alone(kind: type[FusedTrainable], always_compil
             assert isinstance(expected, dict)
             assert results[name] == pytest.approx(expected, rel=1e-4, abs=1e-5), (round_, name)
     assert strategies[-3:] == [COMPILED] * 3
+    assert set(compiled_steps) == {3, 4, 5}
     for name, own in alone.items():
         expected, got = own.state_dict(name), worker.state_dict(name)
         torch.testing.assert_close(got["model"], expected["model"], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(got["optimizer"], expected["optimizer"], rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_steps_follow_attributes_of_self(always_compiles: None, compiled_steps: list[int]) -> None:
+    compare_with_alone(Annealed, rounds=6)
+    assert compiled_steps
+
+
+def test_a_step_that_changes_self_is_not_compiled(always_compiles: None, compiled_steps: list[int]) -> None:
+    compare_with_alone(Counting, rounds=5)
+    assert not compiled_steps
+
+
+def compare_with_alone(kind: type[FusedTrainable], rounds: int) -> None:
+    together, alone = Worker(3, device="cpu"), [Worker(1, device="cpu") for _ in range(3)]
+    for number, own in enumerate(alone):
+        config = {"lr": 0.003 * (number + 1), "seed": number}
+        for worker in (together, own):
+            worker.add(str(number), kind._outside_tune(config), config)
+    for _ in range(rounds):
+        results = together.run_round(rounds_left=1e9)
+        for number, own in enumerate(alone):
+            assert results[str(number)] == pytest.approx(own.run_round()[str(number)], rel=1e-4, abs=1e-5)
