@@ -12,8 +12,8 @@ from trainables import Points
 
 from hfta_tune import FusedTrainable, Worker
 from hfta_tune.fusion import COMPILED
-from hfta_tune.fusion.compiled import BoundStep
 from hfta_tune.fusion.choice import StrategyChoice
+from hfta_tune.fusion.compiled import BoundStep
 
 pytestmark = [
     pytest.mark.slow,
