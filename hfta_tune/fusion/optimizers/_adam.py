@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,10 @@ from hfta_tune.fusion.optimizers._native import GroupUpdate, NativeOptimizer, Pa
 from hfta_tune.fusion.stack import LaneStack
 
 __all__ = ["FusedAdam"]
+
+
+def _log(number: float) -> float:
+    return math.log(number) if number else -math.inf
 
 
 class FusedAdam(NativeOptimizer):
@@ -44,8 +49,8 @@ class FusedAdam(NativeOptimizer):
         beta1, beta2 = read("betas", 0), read("betas", 1)
         numbers = {
             "lr": send("lr", lr),
-            "beta1": send("beta1", beta1),
-            "beta2": send("beta2", beta2),
+            "log beta1": send("log beta1", [_log(beta) for beta in beta1]),
+            "log beta2": send("log beta2", [_log(beta) for beta in beta2]),
             "1-beta1": send("1-beta1", [1 - beta for beta in beta1], dtype),
             "kept": send("kept", beta2, dtype),
             "1-beta2": send("1-beta2", [1 - beta for beta in beta2], dtype),
@@ -78,7 +83,8 @@ class FusedAdam(NativeOptimizer):
             gradients = list(torch._foreach_addcmul(gradients, parameters, [numbers["decay"]] * many))
 
         first, second = ([update.state[key][name] for name in update.names] for key in ("exp_avg", "exp_avg_sq"))
-        torch._foreach_lerp_(first, gradients, [numbers["1-beta1"]] * many)
+        # Not lerp: inductor cannot fuse it with the rest.
+        torch._foreach_addcmul_(first, torch._foreach_sub(gradients, first), [numbers["1-beta1"]] * many)
         torch._foreach_mul_(second, [numbers["kept"]] * many)
         torch._foreach_addcmul_(second, torch._foreach_mul(gradients, gradients), [numbers["1-beta2"]] * many)
         if options["amsgrad"]:
@@ -89,8 +95,9 @@ class FusedAdam(NativeOptimizer):
         minus_step, correction = [], []
         for clock in update.clocks:
             count = clock.to(numbers["lr"].dtype)
-            minus_step.append((-numbers["lr"] / (1 - numbers["beta1"] ** count)).to(dtype))
-            correction.append((1 - numbers["beta2"] ** count).sqrt().to(dtype))
+            # beta ** count, by exp: inductor computes an exp once and a power anew for every element.
+            minus_step.append((-numbers["lr"] / (1 - (count * numbers["log beta1"]).exp())).to(dtype))
+            correction.append((1 - (count * numbers["log beta2"]).exp()).sqrt().to(dtype))
         roots = torch._foreach_sqrt(second)
         torch._foreach_div_(roots, [correction[clock] for clock in update.clock_of])
         torch._foreach_add_(roots, [numbers["eps"]] * many)
