@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from hfta_tune.fusion.kernels._rule import by_rule, is_batched, lanes_at
 
-__all__ = ["linear"]
+__all__ = ["LaneLinear", "linear"]
 
 
-class _LaneLinear(torch.autograd.Function):
+class LaneLinear(torch.autograd.Function):
     """[lanes, rows, in] times [lanes, out, in], whose gradient has the weight's own layout: nobody copies it."""
 
     @staticmethod
@@ -44,7 +44,7 @@ def _linear_rule(
     # On a CPU one wide GEMM is up to twice as slow as a batched one that reads the same input for each lane.
     input = lanes_at(input, in_dims[0], lanes, 0)
     rows = input.flatten(1, -2) if input.dim() > 2 else input.unsqueeze(1)
-    out = _LaneLinear.apply(rows, weight)  # type: ignore[no-untyped-call]
+    out = LaneLinear.apply(rows, weight)  # type: ignore[no-untyped-call]
     if bias is not None:
         out = out + bias.unsqueeze(1)
     return out.reshape(*input.shape[:-1], weight.shape[1]), 0

@@ -1,73 +1,184 @@
-"""Recurrent layers, which have no batching rule, written in operations that have one.
+"""Recurrent layers, which have no batching rule, as batched GEMMs over the lanes.
 
-A layer is one GEMM over all time steps for its input, then one batched GEMM a time step for its state.
+A layer is one GEMM over all time steps for its input, then one a time step for its state; the gradients of
+both weights are one GEMM over all time steps each.
 Formulas: torch's documentation of torch.nn.RNN, LSTM and GRU, and of their cells.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from hfta_tune.fusion.kernels._linear import LaneLinear
 from hfta_tune.fusion.kernels._linear import linear as _lane_linear
-from hfta_tune.fusion.kernels._rule import is_batched
+from hfta_tune.fusion.kernels._rule import by_rule, is_batched, lanes_at
 
 __all__ = ["RECURRENT"]
 
 State: TypeAlias = tuple[Tensor, ...]
-Cell: TypeAlias = Callable[[Tensor, Tensor, State], State]
-"""cell(gates of the input, gates of the state, state) -> next state, its first entry the output."""
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    result = _lane_linear(input, weight, bias)
-    return F.linear(input, weight, bias) if result is NotImplemented else result
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """A recurrent cell.
+
+    Attributes:
+        step: step(gates of the input, gates of the state, state) -> next state, its first entry the output.
+        states: How many tensors a state has.
+        sums: Whether `step` reads nothing but the sum of the two kinds of gates.
+    """
+
+    step: Callable[[Tensor, Tensor, State], State]
+    states: int
+    sums: bool
 
 
-def _lstm_cell(of_input: Tensor, of_state: Tensor, state: State) -> State:
+def _tanh(input: Tensor) -> Tensor:
+    # On a CPU tanh takes three times as long, and inductor computes it again for every reader.
+    return 2 * (2 * input).sigmoid() - 1 if input.device.type == "cpu" else input.tanh()
+
+
+def _lstm_step(of_input: Tensor, of_state: Tensor, state: State) -> State:
     take, forget, new, show = (of_input + of_state).chunk(4, -1)
-    cell = forget.sigmoid() * state[1] + take.sigmoid() * new.tanh()
-    return show.sigmoid() * cell.tanh(), cell
+    cell = forget.sigmoid() * state[1] + take.sigmoid() * _tanh(new)
+    return show.sigmoid() * _tanh(cell), cell
 
 
-def _gru_cell(of_input: Tensor, of_state: Tensor, state: State) -> State:
+def _gru_step(of_input: Tensor, of_state: Tensor, state: State) -> State:
     reset_x, update_x, new_x = of_input.chunk(3, -1)
     reset_h, update_h, new_h = of_state.chunk(3, -1)
     update = (update_x + update_h).sigmoid()
-    new = (new_x + (reset_x + reset_h).sigmoid() * new_h).tanh()
+    new = _tanh(new_x + (reset_x + reset_h).sigmoid() * new_h)
     return ((1 - update) * new + update * state[0],)
 
 
-def _tanh_cell(of_input: Tensor, of_state: Tensor, state: State) -> State:
-    return ((of_input + of_state).tanh(),)
+def _tanh_step(of_input: Tensor, of_state: Tensor, state: State) -> State:
+    return (_tanh(of_input + of_state),)
 
 
-def _relu_cell(of_input: Tensor, of_state: Tensor, state: State) -> State:
+def _relu_step(of_input: Tensor, of_state: Tensor, state: State) -> State:
     return ((of_input + of_state).relu(),)
 
 
+_LSTM, _GRU = _Cell(_lstm_step, 2, sums=True), _Cell(_gru_step, 1, sums=False)
+_TANH, _RELU = _Cell(_tanh_step, 1, sums=True), _Cell(_relu_step, 1, sums=True)
+
+
+class _Multiplications:
+    """What the multiplications with one weight leave for its gradient: their inputs, and their results' gradients."""
+
+    def __init__(self) -> None:
+        self._inputs: list[Tensor] = []
+        self._gradients: dict[int, tuple[int, Tensor]] = {}
+
+    def keep_input(self, input: Tensor) -> int:
+        self._inputs.append(input)
+        return len(self._inputs) - 1
+
+    def keep_gradient(self, step: int, gradient: Tensor) -> None:
+        self._gradients[step] = (torch._C._current_graph_task_id(), gradient)
+
+    def gradient(self) -> Tensor | None:
+        """The weight's gradient in this backward pass; another pass may have left gradients behind."""
+        this = torch._C._current_graph_task_id()
+        kept = [(step, gradient) for step, (task, gradient) in self._gradients.items() if task == this]
+        self._gradients.clear()
+        if not kept:
+            return None
+        of_results = torch.cat([gradient for _, gradient in kept], 1)
+        inputs = torch.cat([self._inputs[step] for step, _ in kept], 1)
+        return torch.bmm(of_results.transpose(1, 2), inputs)
+
+
+class _Deferred(torch.autograd.Function):
+    """The weight as it is; its backward pass runs after those of all multiplications."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, multiplications: _Multiplications) -> Tensor:
+        ctx.multiplications = multiplications
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        return ctx.multiplications.gradient(), None
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, multiplications: _Multiplications) -> Tensor:
+        ctx.multiplications, ctx.step = multiplications, multiplications.keep_input(input.detach())
+        ctx.save_for_backward(weight)
+        return torch.bmm(input, weight.transpose(1, 2))
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        ctx.multiplications.keep_gradient(ctx.step, gradient)
+        return torch.bmm(gradient, weight) if ctx.needs_input_grad[0] else None, None, None
+
+
+def _step_weight(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return multiply([lanes, samples, in]) -> [lanes, samples, out] for a weight of all time steps.
+
+    The weight's gradient is one GEMM over all steps instead of a sum of one for each.
+    """
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return lambda input: torch.bmm(input, weight.transpose(1, 2))
+    multiplications = _Multiplications()
+    deferred = _Deferred.apply(weight, multiplications)  # type: ignore[no-untyped-call]
+    return lambda input: _Multiply.apply(input, deferred, multiplications)  # type: ignore[no-untyped-call,no-any-return]
+
+
 def _run_direction(
-    cell: Cell, input: Tensor, state: State, weights: Sequence[Tensor], has_biases: bool, reverse: bool
+    cell: _Cell, input: Tensor, state: State, weights: Sequence[Tensor], has_biases: bool, reverse: bool
 ) -> tuple[Tensor, State]:
-    """One layer in one direction over [time, samples, features]."""
-    of_input, of_state = weights[0], weights[1]
-    bias_input, bias_state = (weights[2], weights[3]) if has_biases else (None, None)
-    projection = weights[-1] if len(weights) in (3, 5) else None
-    gates = _linear(input, of_input, bias_input).unbind(0)
+    """One layer in one direction over [lanes, time, samples, features]; every weight is [lanes, ...]."""
+    gates: Tensor = LaneLinear.apply(input.flatten(1, 2), weights[0])  # type: ignore[no-untyped-call]
+    of_state = _step_weight(weights[1])
+    projection = _step_weight(weights[-1]) if len(weights) in (3, 5) else None
+    bias_of_state = None
+    if has_biases:
+        bias = weights[2] + weights[3] if cell.sums else weights[2]
+        gates = gates + bias.unsqueeze(1)
+        bias_of_state = None if cell.sums else weights[3].unsqueeze(1)
+    steps = gates.unflatten(1, input.shape[1:3]).unbind(1)
     outputs: list[Tensor] = []
-    for gate in reversed(gates) if reverse else gates:
-        state = cell(gate, _linear(state[0], of_state, bias_state), state)
+    for gate in reversed(steps) if reverse else steps:
+        from_state = of_state(state[0])
+        state = cell.step(gate, from_state if bias_of_state is None else from_state + bias_of_state, state)
         if projection is not None:
-            state = (_linear(state[0], projection, None), *state[1:])
+            state = (projection(state[0]), *state[1:])
         outputs.append(state[0])
-    return torch.stack(outputs[::-1] if reverse else outputs), state
+    return torch.stack(outputs[::-1] if reverse else outputs, 1), state
 
 
-def _layers(cell: Cell, states: int) -> Callable[..., Any]:
+@functools.cache
+def _direction(cell: _Cell, has_biases: bool, reverse: bool) -> Callable[..., Any]:
+    def lanes_rule(lanes: int, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Any, Any]:
+        input, *others = (lanes_at(tensor, dim, lanes, 0) for tensor, dim in zip(tensors, in_dims, strict=True))
+        state, weights = tuple(others[: cell.states]), others[cell.states :]
+        outputs, state = _run_direction(cell, input, state, weights, has_biases, reverse)
+        return (outputs, *state), (0,) * (1 + cell.states)
+
+    def one_lane(*tensors: Tensor) -> Any:
+        whole, _ = lanes_rule(1, (None,) * len(tensors), *tensors)
+        return tuple(tensor.squeeze(0) for tensor in whole)
+
+    return by_rule(one_lane, lanes_rule)
+
+
+def _layers(cell: _Cell) -> Callable[..., Any]:
     def run(
         input: Tensor,
         hx: Any,
@@ -79,10 +190,10 @@ def _layers(cell: Cell, states: int) -> Callable[..., Any]:
         bidirectional: bool,
         batch_first: bool,
     ) -> Any:
-        packed = not isinstance(params, (list, tuple)) or isinstance(hx, Tensor) == (states > 1)
+        packed = not isinstance(params, (list, tuple)) or isinstance(hx, Tensor) == (cell.states > 1)
         if packed or not any(map(is_batched, params)):
             return NotImplemented
-        first = tuple(hx) if states > 1 else (hx,)
+        first = tuple(hx) if cell.states > 1 else (hx,)
         directions = 2 if bidirectional else 1
         a_direction = len(params) // (num_layers * directions)
         output = input.transpose(0, 1) if batch_first else input
@@ -93,24 +204,24 @@ def _layers(cell: Cell, states: int) -> Callable[..., Any]:
             sides = []
             for direction in range(directions):
                 number = layer * directions + direction
-                side, state = _run_direction(
-                    cell,
-                    output,
-                    tuple(part[number] for part in first),
-                    params[number * a_direction : (number + 1) * a_direction],
-                    has_biases,
-                    reverse=direction == 1,
-                )
+                weights = params[number * a_direction : (number + 1) * a_direction]
+                run_direction = _direction(cell, has_biases, direction == 1)
+                side, *state = run_direction(output, *(part[number] for part in first), *weights)
                 sides.append(side)
-                last.append(state)
+                last.append(tuple(state))
             output = torch.cat(sides, -1) if directions > 1 else sides[0]
         output = output.transpose(0, 1) if batch_first else output
-        return (output, *(torch.stack([state[part] for state in last]) for part in range(states)))
+        return (output, *(torch.stack([state[part] for state in last]) for part in range(cell.states)))
 
     return run
 
 
-def _single(cell: Cell, states: int) -> Callable[..., Any]:
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    result = _lane_linear(input, weight, bias)
+    return F.linear(input, weight, bias) if result is NotImplemented else result
+
+
+def _single(cell: _Cell) -> Callable[..., Any]:
     def run(
         input: Tensor,
         hx: Any,
@@ -121,20 +232,20 @@ def _single(cell: Cell, states: int) -> Callable[..., Any]:
     ) -> Any:
         if not is_batched(w_ih):
             return NotImplemented
-        state = tuple(hx) if states > 1 else (hx,)
-        state = cell(_linear(input, w_ih, b_ih), _linear(state[0], w_hh, b_hh), state)
-        return state if states > 1 else state[0]
+        state = tuple(hx) if cell.states > 1 else (hx,)
+        state = cell.step(_linear(input, w_ih, b_ih), _linear(state[0], w_hh, b_hh), state)
+        return state if cell.states > 1 else state[0]
 
     return run
 
 
 RECURRENT: dict[Any, Callable[..., Any]] = {
-    torch.lstm: _layers(_lstm_cell, 2),
-    torch.gru: _layers(_gru_cell, 1),
-    torch.rnn_tanh: _layers(_tanh_cell, 1),
-    torch.rnn_relu: _layers(_relu_cell, 1),
-    torch.lstm_cell: _single(_lstm_cell, 2),
-    torch.gru_cell: _single(_gru_cell, 1),
-    torch.rnn_tanh_cell: _single(_tanh_cell, 1),
-    torch.rnn_relu_cell: _single(_relu_cell, 1),
+    torch.lstm: _layers(_LSTM),
+    torch.gru: _layers(_GRU),
+    torch.rnn_tanh: _layers(_TANH),
+    torch.rnn_relu: _layers(_RELU),
+    torch.lstm_cell: _single(_LSTM),
+    torch.gru_cell: _single(_GRU),
+    torch.rnn_tanh_cell: _single(_TANH),
+    torch.rnn_relu_cell: _single(_RELU),
 }
