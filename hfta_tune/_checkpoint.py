@@ -6,23 +6,26 @@ import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from hfta_tune.fusion import FusionError, Lane
+from hfta_tune.fusion import ONLY, FusionError, Lane
 
-__all__ = ["CHECKPOINT_FILE", "built_numbers", "put_state", "read_checkpoint", "state_of"]
+__all__ = ["CHECKPOINT_FILE", "BuiltNumbers", "built_numbers", "put_state", "read_checkpoint", "state_of"]
 
 CHECKPOINT_FILE = "checkpoint.pt"
+BuiltNumbers: TypeAlias = dict[str, list[dict[str, Any]]]
+"""{optimizer: the numbers of its groups}."""
+
 _ENTRIES = frozenset({"model", "optimizer", "lr_scheduler", "epoch"})
 
 
-def built_numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the numbers of each parameter group, as build_optimizer set them.
+def built_numbers(optimizers: Mapping[str, Optimizer]) -> BuiltNumbers:
+    """Return the numbers of each optimizer's parameter groups, as build_optimizer set them.
 
     A checkpoint keeps them, to tell a number that the config changed from one that the schedule moved.
     """
@@ -30,30 +33,46 @@ def built_numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
     def number(value: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
 
-    return [
-        {
-            key: value
-            for key, value in group.items()
-            if number(value) or (isinstance(value, tuple) and all(number(part) for part in value))
-        }
-        for group in optimizer.param_groups
-    ]
+    return {
+        name: [
+            {
+                key: value
+                for key, value in group.items()
+                if number(value) or (isinstance(value, tuple) and all(number(part) for part in value))
+            }
+            for group in optimizer.param_groups
+        ]
+        for name, optimizer in optimizers.items()
+    }
 
 
-def state_of(lane: Lane, epoch: int, built: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a lane's checkpoint; its tensors are copies on the CPU."""
+def state_of(lane: Lane, epoch: int, built: BuiltNumbers) -> dict[str, Any]:
+    """Return a lane's checkpoint; its tensors are copies on the CPU.
+
+    Of several optimizers, the entries about them are dicts by their names.
+    """
+    schedulers = {name: scheduler.state_dict() for name, scheduler in lane.schedulers.items()}
     state = {
         "model": dict(lane.model.state_dict()),
-        "optimizer": lane.optimizer.state_dict(),
-        "lr_scheduler": None if lane.scheduler is None else lane.scheduler.state_dict(),
+        "optimizer": _plain({name: optimizer.state_dict() for name, optimizer in lane.optimizers.items()}),
+        "lr_scheduler": _plain(schedulers) if schedulers else None,
         "epoch": epoch,
-        "optimizer_numbers": built,
+        "optimizer_numbers": _plain(built),
     }
     copies: dict[str, Any] = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu().clone(), state)
     return copies
 
 
-def put_state(lane: Lane, state: Mapping[str, Any], built: list[dict[str, Any]]) -> int:
+def _plain(by_name: Mapping[str, Any]) -> Any:
+    """What a checkpoint has of a dict by optimizer: a single one's value as it is."""
+    return by_name[ONLY] if list(by_name) == [ONLY] else dict(by_name)
+
+
+def _by_name(value: Any, lane: Lane) -> Mapping[str, Any]:
+    return {ONLY: value} if list(lane.optimizers) == [ONLY] else value
+
+
+def put_state(lane: Lane, state: Mapping[str, Any], built: BuiltNumbers) -> int:
     """Put a lane into the state of a checkpoint; return its epoch.
 
     A number that build_optimizer now sets otherwise than in the run that was saved holds from now on, as
@@ -61,26 +80,32 @@ def put_state(lane: Lane, state: Mapping[str, Any], built: list[dict[str, Any]])
     """
     epoch = int(state["epoch"])
     lane.model.load_state_dict(state["model"])
-    lane.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-    if lane.scheduler is not None and state["lr_scheduler"] is not None:
-        lane.scheduler.load_state_dict(copy.deepcopy(state["lr_scheduler"]))
-    saved = state.get("optimizer_numbers", built)
-    for index, (old, new) in enumerate(zip(saved, built, strict=True)):
-        for key in new.keys() & old.keys():
-            if new[key] != old[key]:
-                _change(lane, index, key, old[key], new[key])
+    optimizers = _by_name(state["optimizer"], lane)
+    for name, optimizer in lane.optimizers.items():
+        optimizer.load_state_dict(copy.deepcopy(optimizers[name]))
+    if state["lr_scheduler"] is not None:
+        schedulers = _by_name(state["lr_scheduler"], lane)
+        for name, scheduler in lane.schedulers.items():
+            if name in schedulers:
+                scheduler.load_state_dict(copy.deepcopy(schedulers[name]))
+    saved = _by_name(state.get("optimizer_numbers", _plain(built)), lane)
+    for name, groups in built.items():
+        for index, (old, new) in enumerate(zip(saved[name], groups, strict=True)):
+            for key in new.keys() & old.keys():
+                if new[key] != old[key]:
+                    _change(lane, name, index, key, old[key], new[key])
     return epoch
 
 
-def _change(lane: Lane, index: int, key: str, old: Any, new: Any) -> None:
-    group = lane.optimizer.param_groups[index]
-    if key != "lr" or lane.scheduler is None:
+def _change(lane: Lane, name: str, index: int, key: str, old: Any, new: Any) -> None:
+    group = lane.optimizers[name].param_groups[index]
+    if key != "lr" or name not in lane.schedulers:
         group[key] = new
         return
     group["lr"] = group["lr"] * new / old if old else new
     if "initial_lr" in group:
         group["initial_lr"] = group["initial_lr"] * new / old if old else new
-    schedulers = [lane.scheduler]
+    schedulers = [lane.schedulers[name]]
     while schedulers:
         scheduler = schedulers.pop()
         schedulers.extend(getattr(scheduler, "_schedulers", ()))

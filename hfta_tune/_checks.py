@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hfta_tune.fusion import Clipping, FusionError, optimizer_split
+from hfta_tune.fusion import ONLY, PRECISIONS, Clipping, FusionError, Options, optimizer_split
 from hfta_tune.fusion.clipping import ALGORITHMS
 
 __all__ = [
@@ -18,7 +18,11 @@ __all__ = [
     "check_schedule",
     "checked_clipping",
     "checked_evaluation",
+    "checked_optimizers",
+    "checked_options",
+    "checked_schedulers",
     "checked_split",
+    "checked_steps_per_round",
     "overrides",
 ]
 
@@ -82,13 +86,65 @@ def checked_clipping(name: str, trainable: Any, config: Mapping[Any, Any]) -> Cl
     return Clipping(float(limit), algorithm)
 
 
-def checked_split(name: str, model: nn.Module, optimizer: Any) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the parameters in each group of what build_optimizer returned."""
-    if not isinstance(optimizer, Optimizer):
+def checked_options(name: str, trainable: Any, config: Mapping[Any, Any]) -> Options:
+    """Return how a trial is trained: entries of config win over the class attributes of the same names."""
+    precision = config.get("precision", trainable.precision)
+    precision = str(precision) if precision == 32 else precision
+    if precision not in PRECISIONS:
+        raise FusionError(f'trial {name}: precision is {precision!r}; set it to "32" or "bf16".')
+    accumulate = config.get("accumulate_grad_batches", trainable.accumulate_grad_batches)
+    return Options(precision, _checked_count(name, "accumulate_grad_batches", accumulate))
+
+
+def checked_steps_per_round(name: str, trainable: Any, config: Mapping[Any, Any]) -> int | None:
+    """Return how many batches a trial's round has, or None for one pass over the data."""
+    steps = config.get("steps_per_round", trainable.steps_per_round)
+    return None if steps is None else _checked_count(name, "steps_per_round", steps)
+
+
+def _checked_count(name: str, what: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+        raise FusionError(f"trial {name}: {what} is {value!r}; set it to a positive integer.")
+    return int(value)
+
+
+def checked_optimizers(name: str, optimizers: Any) -> dict[str, Optimizer]:
+    """Return what build_optimizer returned by name; ONLY names a single one."""
+    if isinstance(optimizers, Optimizer):
+        return {ONLY: optimizers}
+    named = isinstance(optimizers, Mapping) and optimizers
+    if not named or not all(isinstance(k, str) and k and isinstance(o, Optimizer) for k, o in optimizers.items()):
         raise FusionError(
-            f"trial {name}: build_optimizer returned {optimizer!r:.80}; return a torch.optim.Optimizer "
-            "over model.parameters()."
+            f"trial {name}: build_optimizer returned {optimizers!r:.80}; return a torch.optim.Optimizer "
+            "over model.parameters(), or a dict of several by name."
         )
+    trained: dict[int, str] = {}
+    for key, optimizer in optimizers.items():
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if trained.setdefault(id(parameter), key) != key:
+                raise FusionError(
+                    f"trial {name}: the optimizers {trained[id(parameter)]!r} and {key!r} hold the same parameter of "
+                    f"shape {list(parameter.shape)}. Give each parameter to one optimizer."
+                )
+    return dict(optimizers)
+
+
+def checked_schedulers(name: str, optimizers: Mapping[str, Optimizer], schedulers: Any) -> dict[str, Any]:
+    """Return what build_lr_scheduler returned, by the names of the optimizers."""
+    if schedulers is None:
+        return {}
+    if list(optimizers) == [ONLY]:
+        return {ONLY: schedulers}
+    if not isinstance(schedulers, Mapping) or not schedulers.keys() <= optimizers.keys():
+        raise FusionError(
+            f"trial {name}: build_lr_scheduler returned {schedulers!r:.80}; build_optimizer returned the optimizers "
+            f"{', '.join(map(repr, optimizers))}, so return a dict with schedulers for some of them, or None."
+        )
+    return {key: scheduler for key, scheduler in schedulers.items() if scheduler is not None}
+
+
+def checked_split(name: str, model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the parameters in each group of an optimizer that build_optimizer returned."""
     try:
         return optimizer_split(model, optimizer)
     except KeyError as error:

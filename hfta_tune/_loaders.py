@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +35,22 @@ class Data:
     self_written: dict[str, Any] = field(default_factory=dict)
     train: Iterable[Any] = ()
     validation: Iterable[Any] | None = None
+    _cursors: dict[int, Iterator[Any]] = field(default_factory=dict)
+
+    def round_of_training(self, steps: int | None, round_number: int) -> Iterable[Any]:
+        """The training batches of a round: one pass, or `steps` batches that go on where the last round ended.
+
+        Args:
+            steps: How many batches, or None for one pass.
+            round_number: Where to begin if no round went before: after that many rounds.
+        """
+        if steps is None:
+            return self.train
+        if steps not in self._cursors:
+            self._cursors[steps] = _endless(self.train)
+            skipped = itertools.islice(self._cursors[steps], round_number * steps)
+            collections.deque(skipped, maxlen=0)
+        return itertools.islice(self._cursors[steps], steps)
 
     def serves(self, trainable: Any, config: Mapping[Any, Any]) -> bool:
         """Whether the hooks of this trial would read the same and so build the same loaders."""
@@ -97,6 +115,16 @@ class DataCache:
             elif loader is not None:
                 data.validation = _checked(loader, hook, name)
         return data
+
+
+def _endless(loader: Iterable[Any]) -> Iterator[Any]:
+    """The batches of pass after pass; it ends with a pass that has none."""
+    empty = False
+    while not empty:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
 
 
 def _checked(loader: Any, hook: str, name: str) -> Iterable[Any]:

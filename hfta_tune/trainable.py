@@ -33,9 +33,16 @@ class FusedTrainable(Trainable):
         lr_scheduler_interval: When the schedule advances: "epoch" (after each round) or "step".
         lr_scheduler_monitor: The result that ReduceLROnPlateau watches, such as "train_loss".
         seed: Governs build_model (unless config has a "seed") and the order of the data, so that runs repeat.
-        gradient_clip_val: To what each trial's gradients are clipped, or None; config["gradient_clip_val"] wins
-            over it, so it can be tuned.
-        gradient_clip_algorithm: "norm" (of all the trial's gradients) or "value".
+        gradient_clip_val: To what each trial's gradients are clipped, or None.
+        gradient_clip_algorithm: "norm" (of all gradients of an optimizer) or "value".
+        precision: "32", or "bf16": steps run under torch.autocast in bfloat16, while parameters and optimizers
+            stay in float32.
+        accumulate_grad_batches: Of how many batches the gradients are averaged for one step of the optimizer. The
+            last batch of a round is followed by a step too.
+        steps_per_round: How many batches a round trains on, going on where the last round ended; None for one
+            pass over the data.
+
+    A config's "gradient_clip_val", "precision", "accumulate_grad_batches" and "steps_per_round" win over these.
 
     Example:
         >>> import torch
@@ -58,6 +65,9 @@ class FusedTrainable(Trainable):
     seed: ClassVar[int] = 0
     gradient_clip_val: ClassVar[float | None] = None
     gradient_clip_algorithm: ClassVar[str] = "norm"
+    precision: ClassVar[str] = "32"
+    accumulate_grad_batches: ClassVar[int] = 1
+    steps_per_round: ClassVar[int | None] = None
 
     _outside: ClassVar[bool] = False
     _worker: Worker | None = None
@@ -90,11 +100,14 @@ class FusedTrainable(Trainable):
         """Return the trial's model. torch is seeded with config["seed"], else with `seed`."""
 
     @abc.abstractmethod
-    def build_optimizer(self, model: nn.Module, config: dict[str, Any]) -> Optimizer:
-        """Return the trial's optimizer over parameters of `model`."""
+    def build_optimizer(self, model: nn.Module, config: dict[str, Any]) -> Optimizer | dict[str, Optimizer]:
+        """Return the trial's optimizer over parameters of `model`, or several by name (for a GAN, say)."""
 
-    def build_lr_scheduler(self, optimizer: Optimizer, config: dict[str, Any]) -> Any:
-        """Return a scheduler of torch.optim.lr_scheduler on `optimizer`, or None."""
+    def build_lr_scheduler(self, optimizer: Any, config: dict[str, Any]) -> Any:
+        """Return a scheduler of torch.optim.lr_scheduler on `optimizer`, or None.
+
+        Where build_optimizer returned several, `optimizer` is that dict; return schedulers by the same names.
+        """
         return None
 
     @abc.abstractmethod
@@ -107,7 +120,11 @@ class FusedTrainable(Trainable):
 
     @abc.abstractmethod
     def training_step(self, model: nn.Module, batch: Any, config: dict[str, Any]) -> Any:
-        """Return the loss of one batch, a 0-d tensor."""
+        """Return the loss of one batch, a 0-d tensor.
+
+        Where build_optimizer returned several optimizers, return a dict with a loss for each that is to step. All
+        losses are of the same weights, and an optimizer's parameters get the gradient of its own loss alone.
+        """
 
     def validation_step(self, model: nn.Module, batch: Any, config: dict[str, Any]) -> dict[str, Any]:
         """Return metrics of one validation batch, {name: scalar}; a round reports their means."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,18 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
-from hfta_tune._checkpoint import CHECKPOINT_FILE, built_numbers, put_state, read_checkpoint, state_of
+from hfta_tune._checkpoint import CHECKPOINT_FILE, BuiltNumbers, built_numbers, put_state, read_checkpoint, state_of
 from hfta_tune._checks import (
     check_hooks,
     check_own_parameters,
     check_schedule,
     checked_clipping,
     checked_evaluation,
+    checked_optimizers,
+    checked_options,
+    checked_schedulers,
     checked_split,
+    checked_steps_per_round,
     overrides,
 )
 from hfta_tune._loaders import Data, DataCache
@@ -33,6 +39,7 @@ from hfta_tune._steps import Steps
 from hfta_tune.fusion import (
     COMPILED,
     LANE_BY_LANE,
+    ONLY,
     VMAP,
     CompiledStep,
     FusedArray,
@@ -40,9 +47,13 @@ from hfta_tune.fusion import (
     FusionWarning,
     Lane,
     LanesDiffer,
+    Options,
     Signature,
+    Step,
+    TornByOutOfMemory,
     VmapFailed,
     clone_batch,
+    first_line,
     form_of_optimizer,
     model_signature,
     obstacle_of_optimizer,
@@ -64,7 +75,10 @@ class _Trial:
     data: Data
     model_signature: Signature
     optimizer_form: Any
-    built: list[dict[str, Any]]
+    built: BuiltNumbers
+    options: Options
+    steps_per_round: int | None
+    optimizer_obstacle: str | None
     epoch: int = 0
     array: FusedArray | None = None
     key: Any = None
@@ -88,13 +102,20 @@ class Worker:
         strategy: "auto" measures the strategies on each array and takes the fastest. "vmap" or "lane by lane"
             keeps to that one where it can train the array. By default what the environment variable
             HFTA_TUNE_STRATEGY says, else "auto".
+        audit: Compare the first fused step of every array with the same step lane by lane, on copies. Where
+            they differ, say where and go on lane by lane.
 
     Raises:
         ValueError: if `lanes` is no positive integer, `device` no device or `strategy` none of the three.
     """
 
     def __init__(
-        self, lanes: int = 1, *, device: str | torch.device | None = None, strategy: str | None = None
+        self,
+        lanes: int = 1,
+        *,
+        device: str | torch.device | None = None,
+        strategy: str | None = None,
+        audit: bool = False,
     ) -> None:
         if isinstance(lanes, bool) or not hasattr(lanes, "__index__") or lanes < 1:
             raise ValueError(f"lanes must be a positive integer but got {lanes!r}.")
@@ -109,6 +130,9 @@ class Worker:
         if strategy not in ("auto", VMAP, LANE_BY_LANE):
             raise ValueError(f'strategy must be "auto", "{VMAP}" or "{LANE_BY_LANE}" but got {strategy!r}.')
         self._strategies = (VMAP, LANE_BY_LANE, COMPILED) if strategy == "auto" else (strategy,)
+        self._audit = audit
+        self._fitting = self.lanes
+        self._most_in_array: dict[Any, int] = {}
         self._compiled: dict[Any, dict[Any, CompiledStep | None]] = {}
         self._trials: dict[str, _Trial] = {}
         self._arrays: dict[FusedArray, Any] = {}
@@ -120,7 +144,12 @@ class Worker:
     @property
     def free_lanes(self) -> int:
         """How many more trials find a lane here."""
-        return self.lanes - len(self._trials)
+        return max(0, self.fitting_lanes - len(self._trials))
+
+    @property
+    def fitting_lanes(self) -> int:
+        """How many lanes the worker fills: `lanes`, or fewer once memory has run out."""
+        return self._fitting
 
     @property
     def trial_ids(self) -> list[str]:
@@ -132,6 +161,7 @@ class Worker:
         names = {trial.lane: trial.name for trial in self._trials.values()}
         return {
             "lanes": self.lanes,
+            "fitting_lanes": self.fitting_lanes,
             "device": str(self.device),
             "arrays": [
                 {
@@ -169,11 +199,21 @@ class Worker:
                 raise FusionError(f"trial {trial_id}: build_model returned {model!r:.80}; return a torch.nn.Module.")
             check_own_parameters(trial_id, model, {t.name: t.lane.model for t in self._trials.values()})
             model.to(self.device)
-            optimizer = trainable.build_optimizer(model, copied(config))
-            split = checked_split(trial_id, model, optimizer)
-            built = built_numbers(optimizer)
-            scheduler = trainable.build_lr_scheduler(optimizer, copied(config))
-        check_schedule(trial_id, trainable, optimizer, scheduler)
+            returned = trainable.build_optimizer(model, copied(config))
+            optimizers = checked_optimizers(trial_id, returned)
+            split = tuple((key, checked_split(trial_id, model, own)) for key, own in optimizers.items())
+            built = built_numbers(optimizers)
+            scheduler = trainable.build_lr_scheduler(returned, copied(config))
+        schedulers = checked_schedulers(trial_id, optimizers, scheduler)
+        for key, own in schedulers.items():
+            check_schedule(trial_id, trainable, optimizers[key], own)
+        options = checked_options(trial_id, trainable, config)
+        obstacle = next(filter(None, map(obstacle_of_optimizer, optimizers.values())), None)
+        if obstacle is not None and (len(optimizers) > 1 or options.accumulate > 1):
+            raise FusionError(
+                f"trial {trial_id}: {obstacle}, so it must be the only optimizer and accumulate_grad_batches must "
+                "be 1. Use an optimizer that needs no closure."
+            )
         with self._own_randomness(int(trainable.seed)):
             in_use = [trial.data for trial in self._trials.values()]
             data = self._loaders.get(trial_id, trainable, config, in_use)
@@ -183,7 +223,7 @@ class Worker:
                 "define validation_step(self, model, batch, config) or drop val_dataloader."
             )
         clipping = checked_clipping(trial_id, trainable, config)
-        lane = Lane(f"trial {trial_id}", model, optimizer, scheduler, numbers_of(config), clipping)
+        lane = Lane(f"trial {trial_id}", model, optimizers, schedulers, numbers_of(config), clipping)
         self._owners[lane] = (trainable, config)
         self._steps.setdefault(type(trainable), Steps(type(trainable), self._owners, self._warn_once))
         self._trials[trial_id] = _Trial(
@@ -193,8 +233,15 @@ class Worker:
             lane,
             data,
             model_signature(model),
-            (form_of_optimizer(optimizer), split, None if clipping is None else clipping.algorithm),
+            (
+                tuple(map(form_of_optimizer, optimizers.values())),
+                split,
+                None if clipping is None else clipping.algorithm,
+            ),
             built,
+            options,
+            checked_steps_per_round(trial_id, trainable, config),
+            obstacle,
         )
 
     def remove(self, trial_id: str) -> None:
@@ -223,9 +270,9 @@ class Worker:
         for trial in self._trials.values():
             if trial not in taking_part:
                 self._park(trial)
-        groups: dict[tuple[Data, type], list[_Trial]] = {}
+        groups: dict[tuple[Data, type, int | None], list[_Trial]] = {}
         for trial in taking_part:
-            groups.setdefault((trial.data, type(trial.trainable)), []).append(trial)
+            groups.setdefault((trial.data, type(trial.trainable), trial.steps_per_round), []).append(trial)
         outcomes: dict[str, dict[str, float] | Exception] = {}
         for trials in groups.values():
             outcomes.update(self._run_group(trials, rounds_left or 0))
@@ -299,6 +346,7 @@ class Worker:
                 trial.data,
                 trial.model_signature.key,
                 trial.optimizer_form,
+                trial.options,
                 steps.signature(trial.config),
             )
         return trial.key
@@ -311,7 +359,7 @@ class Worker:
                 f"its models cannot be compared ({attribute}); keep only plain values and tensors as "
                 "attributes of modules"
             )
-        return obstacle_of_optimizer(trial.lane.optimizer)
+        return trial.optimizer_obstacle
 
     def _arrange(self, trials: Iterable[_Trial]) -> list[FusedArray]:
         """Put trials of equal signature into one array each; return the arrays."""
@@ -323,22 +371,35 @@ class Worker:
         for trial in trials:
             if trial.array is None:
                 joining.setdefault(self._key(trial), []).append(trial)
-        by_key = {key: array for array, key in self._arrays.items()}
         for key, members in joining.items():
-            array = by_key.get(key)
-            if array is None:
-                obstacle = self._obstacle(members[0])
-                strategies = self._strategies if obstacle is None else (LANE_BY_LANE,)
-                array = FusedArray(
-                    self.device, strategies=strategies, compiled=self._compiled.setdefault((key[0], *key[2:]), {})
-                )
-                self._arrays[array] = key
-                if obstacle is not None:
-                    self._warn_once(f"{type(members[0].trainable).__name__} trains lane by lane: {obstacle}.")
-            array.change_lanes(join=[member.lane for member in members])
-            for member in members:
-                member.array = array
+            arrays = [array for array, own in self._arrays.items() if own == key]
+            most = self._most_in_array.get(key, self.lanes)
+            while members:
+                array = next((a for a in arrays if len(a.lanes) < most), None)
+                if array is None:
+                    array = self._new_array(key, members[0])
+                    arrays.append(array)
+                taken = members[: most - len(array.lanes)]
+                members = members[len(taken) :]
+                array.change_lanes(join=[member.lane for member in taken])
+                for member in taken:
+                    member.array = array
         return _arrays_of(trials)
+
+    def _new_array(self, key: Any, trial: _Trial) -> FusedArray:
+        kind = type(trial.trainable).__name__
+        obstacle = self._obstacle(trial)
+        array = FusedArray(
+            self.device,
+            options=trial.options,
+            strategies=self._strategies if obstacle is None else (LANE_BY_LANE,),
+            compiled=self._compiled.setdefault((key[0], *key[2:]), {}),
+            audit=(lambda found: self._warn_once(f"audit of {kind}: {found}.")) if self._audit else None,
+        )
+        self._arrays[array] = key
+        if obstacle is not None:
+            self._warn_once(f"{kind} trains lane by lane: {obstacle}.")
+        return array
 
     # Rounds
 
@@ -354,14 +415,20 @@ class Worker:
             try:
                 arrays = self._arrange(alive)
                 self._set_mode(arrays, training=True)
+                for trial in alive:
+                    trial.lane.drop_gradients()
                 for array in arrays:
                     array.numbers_may_have_changed()
                     array.set_surroundings(steps.surroundings(trials[0].trainable))
-                steps_a_round = 0
-                for batch in self._batches(data.train, "train_dataloader"):
-                    self._train_on(batch, steps, alive, failed, means)
-                    steps_a_round += 1
-                self._compile_what_pays(_arrays_of(alive), steps, rounds_left * steps_a_round)
+                number = -1
+                batches = data.round_of_training(trials[0].steps_per_round, first_epoch)
+                accumulate = any(trial.options.accumulate > 1 for trial in trials)
+                given = self._batches(batches, "train_dataloader")
+                # Only where it matters whether a batch is the last: looking ahead, a loader draws its random
+                # numbers before the step that it would draw them after.
+                for number, (batch, last) in enumerate(_with_last(given) if accumulate else zip(given, repeat(False))):
+                    self._train_on(batch, number, last, steps, alive, failed, means)
+                self._compile_what_pays(_arrays_of(alive), steps, rounds_left * (number + 1))
                 if data.validation is not None and alive:
                     self._set_mode(self._arrange(alive), training=False)
                     for batch in self._batches(data.validation, "val_dataloader"):
@@ -388,27 +455,41 @@ class Worker:
                 logger.info("Compiled the training step of %d lanes in %.1f s.", len(array.lanes), seconds)
 
     def _train_on(
-        self, batch: Any, steps: Steps, alive: list[_Trial], failed: dict[str, Any], means: RoundMeans
+        self,
+        batch: Any,
+        number: int,
+        last: bool,
+        steps: Steps,
+        alive: list[_Trial],
+        failed: dict[str, Any],
+        means: RoundMeans,
     ) -> None:
         size = _batch_size(batch)
-        for array, losses in self._on_each_array(batch, steps, alive, training=True):
-            means.add("train_loss", array.lanes, losses, size)
+        train = functools.partial(FusedArray.train_step, batch_number=number, last=last)
+        for array, losses in self._on_each_array(batch, steps, alive, train, failed, training=True):
+            if list(losses) != [ONLY]:
+                for name, own in losses.items():
+                    means.add(f"train_loss_{name}", array.lanes, own, size)
+            means.add("train_loss", array.lanes, sum(losses.values()), size)  # type: ignore[arg-type]
             self._drop_failed(array, alive, failed)
         for trial in list(alive):
-            if trial.lane.scheduler is not None and trial.trainable.lr_scheduler_interval == "step":
+            if trial.lane.schedulers and trial.trainable.lr_scheduler_interval == "step":
+                assert trial.array is not None
+                if not trial.array.updates_after(number, last=last):
+                    continue
+                trial.array.numbers_may_have_changed()
                 try:
-                    trial.lane.step_scheduler()
+                    trial.lane.step_schedulers()
                 except Exception as error:
                     self._fail(trial, error, alive, failed)
-                else:
-                    if trial.array is not None:
-                        trial.array.numbers_may_have_changed()
 
     def _evaluate_on(
         self, batch: Any, steps: Steps, alive: list[_Trial], failed: dict[str, Any], means: RoundMeans
     ) -> None:
         size = _batch_size(batch)
-        for array, metrics in self._on_each_array(batch, steps, alive, training=False):
+        for array, metrics in self._on_each_array(
+            batch, steps, alive, FusedArray.evaluation_step, failed, training=False
+        ):
             if isinstance(metrics, dict):
                 for name, values in metrics.items():
                     means.add(name, array.lanes, values, size)
@@ -419,7 +500,14 @@ class Worker:
             self._drop_failed(array, alive, failed)
 
     def _on_each_array(
-        self, batch: Any, steps: Steps, alive: list[_Trial], *, training: bool
+        self,
+        batch: Any,
+        steps: Steps,
+        alive: list[_Trial],
+        run: Callable[[FusedArray, Step, Any], Any],
+        failed: dict[str, Any],
+        *,
+        training: bool,
     ) -> Iterator[tuple[FusedArray, Any]]:
         """Run a step on every array; yield each with what it returned.
 
@@ -429,20 +517,29 @@ class Worker:
         pending = _arrays_of(alive)
         while pending:
             array = pending.pop()
-            run = array.train_step if training else array.evaluation_step
             # A step may change its batch in place; only its last reader gets the loader's own tensors.
             own = clone_batch(batch) if pending else batch
             try:
-                outcome = run(step, own)
+                outcome = run(array, step, own)
             except LanesDiffer:
                 pending.extend(self._rearranged(array, alive, training=training))
+                continue
+            except torch.OutOfMemoryError as error:
+                if len(array.lanes) > 1:
+                    pending.extend(self._halved(array, alive, error, training=training))
+                    continue
+                raise
+            except TornByOutOfMemory as error:
+                for lane in array.lanes:
+                    lane.error = error.cause
+                self._drop_failed(array, alive, failed)
                 continue
             except VmapFailed as failure:
                 if steps.must_be_python_numbers(array, step, own):
                     pending.extend(self._rearranged(array, alive, training=training))
                     continue
                 array.give_up_vmap(training=training)
-                outcome = run(step, own)
+                outcome = run(array, step, own)
                 if training or array.strategy != LANE_BY_LANE:  # else the same was said of the training
                     self._say_fallback(array, steps.kind, "trains" if training else "evaluates", failure)
             yield array, outcome
@@ -450,6 +547,27 @@ class Worker:
     def _rearranged(self, array: FusedArray, alive: list[_Trial], *, training: bool) -> list[FusedArray]:
         """Split an array whose lanes turned out to differ."""
         arrays = self._arrange([trial for trial in alive if trial.array is array])
+        self._set_mode(arrays, training=training)
+        return arrays
+
+    def _halved(
+        self, array: FusedArray, alive: list[_Trial], error: torch.OutOfMemoryError, *, training: bool
+    ) -> list[FusedArray]:
+        """Split an array that does not fit into memory into halves, and take fewer trials from now on."""
+        lanes = len(array.lanes)
+        half = -(-lanes // 2)
+        self._most_in_array[self._arrays[array]] = half
+        self._fitting = max(1, min(self._fitting, len(self._trials) - lanes + half))
+        self._warn_once(
+            f"{lanes} lanes do not fit into the memory of {self.device} ({first_line(error)}). They train on in arrays "
+            f"of {half}, and this worker takes no more than {self._fitting} trials from now on. Set B to that."
+        )
+        members = [trial for trial in alive if trial.array is array]
+        for trial in members:
+            self._park(trial)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        arrays = self._arrange(members)
         self._set_mode(arrays, training=training)
         return arrays
 
@@ -480,16 +598,16 @@ class Worker:
             finally:
                 model.train(was_training)
             results.update(checked_evaluation(trial.name, own))
-        trainable, scheduler = trial.trainable, trial.lane.scheduler
-        if scheduler is None or trainable.lr_scheduler_interval != "epoch":
+        trainable, schedulers = trial.trainable, trial.lane.schedulers
+        if not schedulers or trainable.lr_scheduler_interval != "epoch":
             return
         monitor = trainable.lr_scheduler_monitor
-        if isinstance(scheduler, ReduceLROnPlateau) and monitor not in results:
+        if monitor not in results and any(isinstance(own, ReduceLROnPlateau) for own in schedulers.values()):
             raise FusionError(
                 f"trial {trial.name}: lr_scheduler_monitor is {monitor!r}, which is none of the round's results "
                 f"({', '.join(sorted(results))}). Set it to one of them."
             )
-        trial.lane.step_scheduler(results.get(monitor))
+        trial.lane.step_schedulers(results.get(monitor))
 
     def _batches(self, loader: Iterable[Any], hook: str) -> Iterator[Any]:
         """The loader's batches, on the device."""
@@ -526,6 +644,16 @@ class Worker:
         if self.lanes > 1 and message not in self._said:  # alone there is nothing to lose
             self._said.add(message)
             warnings.warn(message, FusionWarning, stacklevel=3)
+
+
+def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each item, and whether it is the last."""
+    remaining = iter(items)
+    for item in remaining:
+        for following in remaining:
+            yield item, False
+            item = following
+        yield item, True
 
 
 def _arrays_of(trials: Iterable[_Trial]) -> list[FusedArray]:

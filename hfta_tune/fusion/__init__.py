@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from hfta_tune.fusion.array import FusedArray, Step
+from hfta_tune.fusion.array import FusedArray
 from hfta_tune.fusion.batch import clone_batch
 from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, VMAP
 from hfta_tune.fusion.clipping import Clipping
 from hfta_tune.fusion.comparison import Incomparable, comparable, first_incomparable
 from hfta_tune.fusion.compiled import CompiledStep
 from hfta_tune.fusion.errors import FusionError, FusionWarning
-from hfta_tune.fusion.failure import LanesDiffer, VmapFailed
-from hfta_tune.fusion.lane import Lane
+from hfta_tune.fusion.failure import LanesDiffer, TornByOutOfMemory, VmapFailed, first_line
+from hfta_tune.fusion.lane import ONLY, Lane
 from hfta_tune.fusion.optimizers import form_of_optimizer, obstacle_of_optimizer
+from hfta_tune.fusion.options import PRECISIONS, Options
 from hfta_tune.fusion.signature import Signature, model_signature, optimizer_split
+from hfta_tune.fusion.vmapped import Step
 
 __all__ = [
     "COMPILED",
     "LANE_BY_LANE",
+    "ONLY",
+    "PRECISIONS",
     "VMAP",
     "Clipping",
     "CompiledStep",
@@ -26,12 +30,15 @@ __all__ = [
     "Incomparable",
     "Lane",
     "LanesDiffer",
+    "Options",
     "Signature",
     "Step",
+    "TornByOutOfMemory",
     "VmapFailed",
     "clone_batch",
     "comparable",
     "first_incomparable",
+    "first_line",
     "form_of_optimizer",
     "model_signature",
     "obstacle_of_optimizer",

@@ -7,44 +7,32 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, vmap
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
+from hfta_tune.fusion.alone import evaluate_lane, train_lane
+from hfta_tune.fusion.audit import DrawsRandomNumbers, audit_compiled, audit_vmap
 from hfta_tune.fusion.batch import clone_batch, constants_of_batch, copy_changes, form_of_batch
 from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, VMAP, StrategyChoice
 from hfta_tune.fusion.clipping import clip_lanes
 from hfta_tune.fusion.compiled import BoundStep, CompiledStep
-from hfta_tune.fusion.contract import check_loss, check_metrics, no_graph
-from hfta_tune.fusion.failure import LanesDiffer, VmapFailed, first_line, place_of
-from hfta_tune.fusion.kernels import LaneKernels
+from hfta_tune.fusion.contract import check_losses, check_metrics, no_graph
+from hfta_tune.fusion.failure import LanesDiffer, TornByOutOfMemory, VmapFailed, first_line, place_of
 from hfta_tune.fusion.lane import Lane
-from hfta_tune.fusion.optimizers import (
-    FusedOptimizer,
-    GroupUpdate,
-    NativeOptimizer,
-    OptimizerViews,
-    fuse_optimizers,
-    obstacle_of_optimizer,
-)
+from hfta_tune.fusion.optimizers import ArrayOptimizers, Updates, form_of_updates, tensors_of_updates, with_tensors
+from hfta_tune.fusion.options import Options
 from hfta_tune.fusion.signature import python_state
 from hfta_tune.fusion.stack import LaneStack, Template
+from hfta_tune.fusion.vmapped import Step, call_for_all
 
-__all__ = ["FusedArray", "Step"]
+__all__ = ["FusedArray"]
 
 logger = logging.getLogger(__name__)
 
-Step: TypeAlias = Callable[[Sequence[Lane], nn.Module, Any, Mapping[str, Tensor]], Any]
-"""step(lanes, model, batch, values): one call of the user's code that stands for all of `lanes`.
-
-Under vmap it is called once for all lanes of the array, lane by lane once for each. `values` are the
-lanes' numbers as 0-d tensors.
-"""
+_DEFAULTS = Options()
 
 
 class FusedArray:
@@ -57,8 +45,10 @@ class FusedArray:
 
     Args:
         device: Where the lanes' tensors are.
+        options: How the lanes are trained.
         strategies: The candidates, of "vmap", "lane by lane" and "compiled".
         compiled: Compiled steps of arrays with the same signature, by form; shared between arrays.
+        audit: Where to say what the audit found; None trains without an audit.
 
     Attributes:
         lanes: The lanes, in the order of their rows.
@@ -68,14 +58,17 @@ class FusedArray:
         self,
         device: torch.device,
         *,
+        options: Options = _DEFAULTS,
         strategies: Sequence[str] = (VMAP, LANE_BY_LANE, COMPILED),
         compiled: dict[Any, CompiledStep | None] | None = None,
+        audit: Callable[[str], None] | None = None,
     ) -> None:
         self.lanes: list[Lane] = []
+        self.options = options
         self._device = device
         self._stack: LaneStack | None = None
         self._template: Template | None = None
-        self._optimizer: FusedOptimizer | None = None
+        self._optimizers: ArrayOptimizers | None = None
         self._choice = StrategyChoice([s for s in strategies if s != COMPILED], may_compile=COMPILED in strategies)
         self._compiled: dict[Any, CompiledStep | None] = {} if compiled is None else compiled
         self._can_vmap_evaluation = VMAP in strategies
@@ -84,13 +77,14 @@ class FusedArray:
         self._proven_compiled: set[Any] = set()
         self._seen: Counter[Any] = Counter()
         self._usual: tuple[Step, Any] | None = None
-        self._with_gradient: tuple[str, ...] = ()
-        self._updates: list[GroupUpdate] | None = None
-        self._last_updates: list[GroupUpdate] = []
+        self._with_gradient: frozenset[str] = frozenset()
         self._bound_steps: dict[Any, BoundStep | None] = {}
-        self._bound_to: list[GroupUpdate] | None = None
+        self._bound_to: Updates | None = None
         self._surroundings: Hashable = ()
         self._bound = False
+        self._values: dict[Lane, dict[str, Tensor]] = {}
+        self._audit = audit
+        self._audited: set[str] = set()
 
     @property
     def strategy(self) -> str:
@@ -112,8 +106,12 @@ class FusedArray:
         """Take lanes out and in; the others go on undisturbed. A leaving lane keeps its state for itself."""
         if not leave and not join:
             return
+        if self._stack is not None:
+            # A new stack takes them in again, with those of the lanes that join.
+            self._stack.return_gradients(self.lanes)
         for lane in leave:
             self.lanes.remove(lane)
+            self._values.pop(lane, None)
             lane.detach_storage()
         self.lanes.extend(join)
         self._drop_stack()
@@ -137,25 +135,45 @@ class FusedArray:
         for lane in self.lanes:
             lane.model.train(training)
 
-    def train_step(self, step: Step, batch: Any) -> Tensor:
-        """Train every lane on one batch; return the losses, [lanes], NaN for a lane that raised.
+    def updates_after(self, batch_number: int, *, last: bool) -> bool:
+        """Whether the optimizers step after this batch of a round; they do after the last one."""
+        return last or (batch_number + 1) % self.options.accumulate == 0
+
+    def train_step(self, step: Step, batch: Any, *, batch_number: int = 0, last: bool = False) -> dict[str, Tensor]:
+        """Train every lane on one batch.
+
+        Args:
+            step: The training step.
+            batch: What it trains on.
+            batch_number: The batch's number in the round.
+            last: Whether it is the round's last.
+
+        Returns:
+            {optimizer: losses}, [lanes], NaN for a lane that raised.
 
         Raises:
             LanesDiffer: from the step.
             VmapFailed: if the step does not run under vmap.
+            torch.OutOfMemoryError: if the lanes do not fit together. Nothing has been trained.
+            TornByOutOfMemory: if that showed only when they were being updated.
         """
-        for lane in self.lanes:
-            lane.mark_optimizer_called()
+        update = self.updates_after(batch_number, last=last)
+        if update:
+            for lane in self.lanes:
+                lane.mark_optimizers_called()
         strategy = self.strategy
-        run: Callable[[], Tensor] | None = None
+        if self._audit is not None and strategy not in (*self._audited, LANE_BY_LANE):
+            self._run_audit(strategy, step, batch)
+            strategy = self.strategy
+        run: Callable[[], dict[str, Tensor]]
         if strategy == COMPILED:
-            updates = self._prepare_optimizer()
-            bound = self._bound_step(batch, updates)
+            bound = self._bound_step(batch)
             if bound is None:  # lanes have changed, or no step was compiled for such a batch
-                return self._train_vmap(step, batch, updates)
-            run = functools.partial(self._train_compiled, bound, batch)
+                return self._train_vmap(step, batch, update)
+            run = functools.partial(self._train_compiled, bound, batch, update)
         else:
-            run = functools.partial(self._train_vmap if strategy == VMAP else self._train_alone, step, batch)
+            train = self._train_vmap if strategy == VMAP else self._train_alone
+            run = functools.partial(train, step, batch, update)
         if not self._choice.measuring(strategy) or len(self.lanes) == 1:
             return run()
         begin = self._now()
@@ -163,9 +181,53 @@ class FusedArray:
         self._choice.record(strategy, self._now() - begin)
         return losses
 
+    def _run_audit(self, strategy: str, step: Step, batch: Any) -> None:
+        """Compare a fused strategy with plain PyTorch before its first step; give it up if they differ."""
+        assert self._audit is not None
+        self._audited.add(strategy)
+        audit = audit_vmap if strategy == VMAP else audit_compiled
+        devices = [self._device] if self._device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices=devices):
+                difference = audit(self.lanes, self.options, step, batch, self._array_of_copies)
+        except DrawsRandomNumbers:
+            self._audit("the step draws random numbers besides its Dropout modules', so it could not be audited")
+        else:
+            if difference is not None:
+                self._audit(f"{difference}; its array goes on lane by lane")
+                self.give_up_vmap(training=True)
+                self.give_up_vmap(training=False)
+
+    def _array_of_copies(self, lanes: Sequence[Lane], options: Options) -> FusedArray:
+        array = FusedArray(self._device, options=options, strategies=(VMAP,), compiled=self._compiled)
+        array.change_lanes(join=lanes)
+        array._training_mode, array._surroundings = self._training_mode, self._surroundings
+        return array
+
+    def accumulated_gradients(self) -> dict[str, Tensor]:
+        """{name: gradient [lanes, ...]} of the batches since the optimizers' last step."""
+        return dict(self._stacked()[0].accumulated)
+
+    def step_optimizers(self) -> None:
+        """Step the optimizers by the accumulated gradients."""
+        self._use({}, update=True)
+
+    def train_compiled(self, batch: Any, with_gradient: Iterable[str]) -> dict[str, Tensor] | None:
+        """Train the lanes on one batch by the compiled step, if there is one.
+
+        Args:
+            batch: What to train on.
+            with_gradient: The names of the parameters that have a gradient.
+        """
+        self._with_gradient = frozenset(with_gradient)
+        self._proven_compiled.add((form_of_batch(batch), constants_of_batch(batch)))
+        bound = self._bound_step(batch)
+        return None if bound is None else self._train_compiled(bound, batch, update=True)
+
     def numbers_may_have_changed(self) -> None:
         """Read the numbers of the lanes' optimizers again before the next step."""
-        self._updates = None
+        if self._optimizers is not None:
+            self._optimizers.numbers_may_have_changed()
 
     def set_surroundings(self, surroundings: Hashable) -> None:
         """Tell what the training step reads besides its arguments, as far as known.
@@ -200,19 +262,32 @@ class FusedArray:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def _train_vmap(self, step: Step, batch: Any, updates: list[GroupUpdate] | None = None) -> Tensor:
-        losses, given = self._attempt(step, batch, self._fused_gradients)
-        given = self._clipped(given, self._stacked().limits)
-        if tuple(given) != self._with_gradient:
-            self._with_gradient = tuple(given)
-            self._updates = updates = None
-        if isinstance(self._optimizer, NativeOptimizer):
-            updates = updates or self._prepare_optimizer()
-            self._optimizer.apply(self._stacked().parameters, given, updates)
-        elif self._optimizer is not None:
-            self._optimizer.step(given)
+    def _train_vmap(self, step: Step, batch: Any, update: bool) -> dict[str, Tensor]:
+        with self._unchanged_buffers(on=torch.OutOfMemoryError):
+            losses, gradients = self._attempt(step, batch, self._fused_gradients)
+        try:
+            self._use(gradients, update)
+        except torch.OutOfMemoryError as error:
+            raise TornByOutOfMemory(error) from error
         self._note_usual(step, batch)
         return losses  # type: ignore[no-any-return]
+
+    def _use(self, gradients: dict[str, Tensor], update: bool) -> None:
+        """Accumulate gradients, or step the optimizers by them and those that were accumulated."""
+        stack, optimizers = self._stacked()
+        if stack.accumulated or not update:
+            for name, gradient in gradients.items():
+                if name in stack.accumulated:
+                    stack.accumulated[name] += gradient
+                else:
+                    stack.accumulated[name] = gradient.clone()
+            if not update:
+                return
+            gradients, stack.accumulated = stack.accumulated, {}
+        gradients = self._clipped(gradients, stack.limits)
+        self._with_gradient = frozenset(gradients)
+        optimizers.apply(stack.parameters, gradients, optimizers.prepare(self._with_gradient))
+        optimizers.step_views(gradients)
 
     def _note_usual(self, step: Step, batch: Any) -> None:
         """Remember a batch of the most frequent form: that is what to compile for."""
@@ -221,13 +296,14 @@ class FusedArray:
         if self._seen[form] >= max(self._seen.values()):
             self._usual = (step, batch)
 
-    def _bound_step(self, batch: Any, updates: list[GroupUpdate]) -> BoundStep | None:
+    def _bound_step(self, batch: Any) -> BoundStep | None:
         """The compiled step for a batch, with this array's tensors; None if there is none."""
         form = form_of_batch(batch), constants_of_batch(batch)
         if form not in self._proven_compiled:
             # The user's code is run once to see these lanes, and what it reads of their configs.
             self._proven_compiled.add(form)
             return None
+        updates = self._prepared()
         if self._bound_to is not updates:
             self._bound_steps.clear()
             self._bound_to = updates
@@ -236,15 +312,26 @@ class FusedArray:
             self._bound_steps[form] = None if compiled is None else compiled.bind(self._step_tensors(batch, updates))
         return self._bound_steps[form]
 
-    def _train_compiled(self, bound: BoundStep, batch: Any) -> Tensor:
-        losses, gradients = bound(batch)
-        if isinstance(self._optimizer, OptimizerViews):
-            self._optimizer.step(gradients)
+    def _train_compiled(self, bound: BoundStep, batch: Any, update: bool) -> dict[str, Tensor]:
+        try:
+            losses, gradients = bound(batch)
+            if not self._compiles_updates:
+                self._use(gradients, update)
+        except torch.OutOfMemoryError as error:
+            raise TornByOutOfMemory(error) from error
         return losses  # type: ignore[no-any-return]
+
+    @property
+    def _compiles_updates(self) -> bool:
+        """Whether a compiled step has the optimizers' step in it."""
+        return self.options.accumulate == 1 and self._stacked()[1].are_native
+
+    def _prepared(self) -> Updates:
+        return self._stacked()[1].prepare(self._with_gradient) if self._compiles_updates else {}
 
     def _compile(self, step: Step, batch: Any) -> bool:
         """Compile the training step for batches of this form; return whether it is there."""
-        updates = self._prepare_optimizer()
+        updates = self._prepared()
         form = self._step_form(batch, updates)
         if form not in self._compiled:
             try:
@@ -255,61 +342,63 @@ class FusedArray:
                 self._compiled[form] = None
         return self._compiled[form] is not None
 
-    def _whole_step(self, step: Step, updates: Sequence[GroupUpdate], tensors: dict[str, Any]) -> Any:
-        """Forward, backward and optimizer as a function of tensors, to be recorded."""
-        stack = self._stacked()
+    def _whole_step(self, step: Step, updates: Updates, tensors: dict[str, Any]) -> Any:
+        """Forward, backward and optimizers as a function of tensors, to be recorded."""
+        stack, optimizers = self._stacked()
         leaves = {
             name: tensor.detach().requires_grad_(stack.parameters[name].requires_grad)
             for name, tensor in tensors["parameters"].items()
         }
-        losses, assigned = self._forward(
-            step, tensors["batch"], leaves, {**tensors["buffers"], **tensors["carried"]}, tensors["values"], self._loss
-        )
+        buffers = {**tensors["buffers"], **tensors["carried"]}
+        losses, assigned = self._call(step, tensors["batch"], leaves, buffers, tensors["values"], self._losses)
         for name, buffer in assigned.items():
             tensors["buffers"][name].copy_(buffer.detach())
-        trainable = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        found = torch.autograd.grad(losses.sum(), list(trainable.values()), allow_unused=True)
-        gradients = {name: g for name, g in zip(trainable, found, strict=True) if g is not None}
+        gradients = self._gradients(losses, leaves)
+        losses = {name: loss.detach() for name, loss in losses.items()}
+        if not self._compiles_updates:
+            return losses, gradients
         gradients = self._clipped(gradients, tensors.get("limits"))
-        if not isinstance(self._optimizer, NativeOptimizer):
-            return losses.detach(), gradients
-        self._optimizer.apply(
-            tensors["parameters"],
-            gradients,
-            [replace(update, **given) for update, given in zip(updates, tensors["optimizer"], strict=True)],
-        )
-        return losses.detach(), {}
+        optimizers.apply(tensors["parameters"], gradients, with_tensors(updates, tensors["optimizers"]))
+        return losses, {}
+
+    def _gradients(self, losses: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return {name: gradient [lanes, ...]} of those parameters that have one, each by its optimizer's loss."""
+        trains = self._stacked()[1].trains
+        gradients: dict[str, Tensor] = {}
+        for number, (optimizer, loss) in enumerate(losses.items(), 1):
+            names = trains[optimizer]
+            inputs = [leaves[name] for name in names]
+            if inputs:
+                total = (loss / self.options.accumulate).sum()
+                found = torch.autograd.grad(total, inputs, allow_unused=True, retain_graph=number < len(losses))
+                gradients.update({name: g for name, g in zip(names, found, strict=True) if g is not None})
+        return gradients
 
     def _clipped(self, gradients: dict[str, Tensor], limits: Tensor | None) -> dict[str, Tensor]:
+        """Each optimizer's gradients, clipped for themselves."""
         clipping = self.lanes[0].clipping
-        if clipping is None or limits is None or not gradients:
+        if clipping is None or limits is None:
             return gradients
-        return clip_lanes(gradients, limits, clipping.algorithm)
+        clipped: dict[str, Tensor] = {}
+        for names in self._stacked()[1].trains.values():
+            own = {name: gradients[name] for name in names if name in gradients}
+            if own:
+                clipped.update(clip_lanes(own, limits, clipping.algorithm))
+        return clipped
 
-    def _prepare_optimizer(self) -> list[GroupUpdate]:
-        """The updates of the next step; the same object as long as nothing in them has changed."""
-        if self._updates is None:
-            self._stacked()
-            optimizer = self._optimizer
-            updates = optimizer.prepare(self._with_gradient) if isinstance(optimizer, NativeOptimizer) else []
-            if _same_updates(updates, self._last_updates):
-                updates = self._updates = self._last_updates
-            self._last_updates = updates
-            return updates
-        return self._updates
-
-    def _step_form(self, batch: Any, updates: Sequence[GroupUpdate]) -> Any:
+    def _step_form(self, batch: Any, updates: Updates) -> Any:
         """What a compiled step depends on besides its tensors and the signature."""
+        stack, _ = self._stacked()
         return (
             form_of_batch(batch),
             constants_of_batch(batch),
-            tuple(update.form for update in updates),
-            tuple(self._stacked().values),
+            form_of_updates(updates),
+            tuple(stack.values),
             self._surroundings,
         )
 
-    def _step_tensors(self, batch: Any, updates: Sequence[GroupUpdate]) -> dict[str, Any]:
-        stack = self._stacked()
+    def _step_tensors(self, batch: Any, updates: Updates) -> dict[str, Any]:
+        stack, _ = self._stacked()
         limits = {} if stack.limits is None else {"limits": stack.limits}
         return {
             **limits,
@@ -317,16 +406,19 @@ class FusedArray:
             "buffers": stack.buffers,
             "carried": stack.carried,
             "values": stack.values,
-            "optimizer": [
-                {"numbers": update.numbers, "state": update.state, "clocks": update.clocks} for update in updates
-            ],
+            "optimizers": tensors_of_updates(updates),
             "batch": batch,
         }
 
-    def _train_alone(self, step: Step, batch: Any) -> Tensor:
+    def _train_alone(self, step: Step, batch: Any, update: bool) -> dict[str, Tensor]:
         if self._bound:
             self._unstack()
-        return torch.stack([self._train_lane(step, lane, own) for lane, own in self._shares(batch)])
+        losses = []
+        for lane, own in self._shares(batch):
+            call = functools.partial(step, [lane], lane.model, own, self._values_of(lane))
+            losses.append(train_lane(call, lane, self.options, self._device, update=update))
+        given = [name for name in self.lanes[0].optimizers if all(name in own for own in losses)]
+        return {name: torch.stack([own[name] for own in losses]) for name in given}
 
     @torch.no_grad()
     def evaluation_step(self, step: Step, batch: Any) -> list[dict[str, Tensor]] | dict[str, Tensor]:
@@ -337,23 +429,31 @@ class FusedArray:
             VmapFailed: if the step does not run under vmap.
         """
         if self.evaluation_strategy == LANE_BY_LANE:
-            return [self._evaluate_alone(step, lane, own) for lane, own in self._shares(batch)]
+            return [
+                evaluate_lane(
+                    functools.partial(step, [lane], lane.model, own, self._values_of(lane)),
+                    lane,
+                    self.options,
+                    self._device,
+                )
+                for lane, own in self._shares(batch)
+            ]
         metrics: dict[str, Tensor] = self._attempt(step, batch, self._fused_metrics)
         return metrics
 
     def probe(self, step: Step, batch: Any) -> None:
         """Run the forward pass of a training or evaluation step for its errors only; nothing changes."""
-        finish = self._loss if self._training_mode else self._metrics
+        finish = self._losses if self._training_mode else self._metrics
         with torch.no_grad(), self._unchanged_buffers():
-            self._call(step, clone_batch(batch), finish)
+            self._call_stacked(step, clone_batch(batch), finish)
 
     def _shares(self, batch: Any) -> Iterator[tuple[Lane, Any]]:
         """Each lane with a batch that is its own to change; the last gets the original."""
         for number, lane in enumerate(self.lanes, 1):
             yield lane, batch if number == len(self.lanes) else clone_batch(batch)
 
-    def _stacked(self) -> LaneStack:
-        if self._stack is None:
+    def _stacked(self) -> tuple[LaneStack, ArrayOptimizers]:
+        if self._stack is None or self._optimizers is None:
             if self._template is None:  # before stacking: a copy of a view would copy all lanes
                 try:
                     self._template = Template(self.lanes[0].model)
@@ -361,19 +461,20 @@ class FusedArray:
                     raise VmapFailed(error, "copying the model") from error
                 self._template.train(self._training_mode)
             self._stack = LaneStack(self.lanes, self._device)
-            self._optimizer = fuse_optimizers(self.lanes, self._stack)
+            self._optimizers = ArrayOptimizers(self.lanes, self._stack)
             self._bound = True
-        return self._stack
+        return self._stack, self._optimizers
 
     def _unstack(self) -> None:
+        if self._stack is not None:
+            self._stack.return_gradients(self.lanes)
         for lane in self.lanes:
             lane.detach_storage()
         self._drop_stack()
         self._bound = False
 
     def _drop_stack(self) -> None:
-        self._stack = self._optimizer = None
-        self._updates, self._last_updates = None, []
+        self._stack = self._optimizers = None
         self._proven_compiled.clear()
         self._bound_steps.clear()
 
@@ -383,7 +484,7 @@ class FusedArray:
             return self._explained(fused, step, batch)
         # The first attempt may stop half-way, and what it changed must not be seen by the next one.
         tried = clone_batch(batch)
-        with self._unchanged_buffers(on_error=True):
+        with self._unchanged_buffers(on=Exception):
             before = self._python_state()
             result = self._explained(fused, step, tried)
             if self._python_state() != before:
@@ -404,161 +505,75 @@ class FusedArray:
     def _explained(self, fused: Callable[[Step, Any], Any], step: Step, batch: Any) -> Any:
         try:
             return fused(step, batch)
-        except LanesDiffer:
+        except (LanesDiffer, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise VmapFailed(error, place_of(error, self._template)) from error
 
     @contextlib.contextmanager
-    def _unchanged_buffers(self, *, on_error: bool = False) -> Iterator[None]:
-        """Undo what a forward pass did to the buffers; with `on_error` only if it raises."""
-        buffers = self._stacked().buffers
+    def _unchanged_buffers(self, *, on: type[BaseException] | None = None) -> Iterator[None]:
+        """Undo what a forward pass did to the buffers; with `on` only if it raises that."""
+        buffers = self._stacked()[0].buffers
         before = {name: buffer.clone() for name, buffer in buffers.items()}
         keep = False
         try:
             yield
-            keep = on_error
+            keep = on is not None
+        except BaseException as error:
+            keep = on is not None and not isinstance(error, on)
+            raise
         finally:
             if not keep:
                 for name, buffer in buffers.items():
                     buffer.copy_(before[name])
 
-    def _call(self, step: Step, batch: Any, finish: Callable[[Any], Any]) -> Any:
+    def _call_stacked(self, step: Step, batch: Any, finish: Callable[[Any], Any]) -> Any:
         """Call the step once for all lanes; `finish` checks what it returns and makes tensors of it."""
-        stack = self._stacked()
-        result, assigned = self._forward(
-            step, batch, stack.parameters, {**stack.buffers, **stack.carried}, stack.values, finish
-        )
+        stack, _ = self._stacked()
+        buffers = {**stack.buffers, **stack.carried}
+        result, assigned = self._call(step, batch, stack.parameters, buffers, stack.values, finish)
         for name, buffer in assigned.items():
             stack.buffers[name].copy_(buffer.detach())
         return result
 
-    def _forward(
+    def _call(
         self,
         step: Step,
         batch: Any,
-        parameters: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        values: dict[Any, Tensor],
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        values: Mapping[Any, Tensor],
         finish: Callable[[Any], Any],
     ) -> tuple[Any, dict[str, Tensor]]:
-        """Return what the step returns for stacked tensors, and the buffers that it assigned anew."""
-        template = self._template
-        assert template is not None
-        lanes = self.lanes
+        assert self._template is not None
+        return call_for_all(step, self.lanes, self._template, batch, parameters, buffers, values, finish, self.options)
 
-        def one_call(model: nn.Module, batch: Any, values: Mapping[Any, Tensor]) -> Any:
-            return step(lanes, model, batch, values)
-
-        def one_lane(
-            parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: dict[Any, Tensor]
-        ) -> tuple[Any, dict[str, Tensor]]:
-            tensors = {f"model.{name}": tensor for name, tensor in (*parameters.items(), *buffers.items())}
-            result = finish(functional_call(template, tensors, (one_call, batch, values)))
-            # A forward that assigns a buffer anew, instead of in place, has put it into `tensors`.
-            assigned = {
-                name: tensors[f"model.{name}"]
-                for name, buffer in buffers.items()
-                if tensors[f"model.{name}"] is not buffer
-            }
-            return result, assigned
-
-        with _quiet_and_batchable(), LaneKernels():
-            result: tuple[Any, dict[str, Tensor]] = vmap(one_lane, in_dims=(0, 0, 0), randomness="different")(
-                parameters, buffers, values
-            )
-        return result
-
-    def _loss(self, loss: Any) -> Tensor:
-        return check_loss(loss, self.lanes[0].name)
-
-    def _fused_gradients(self, step: Step, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the losses, [lanes], and {name: gradient [lanes, ...]} of those parameters that have one."""
-        losses: Tensor = self._call(step, batch, self._loss)
-        if not losses.requires_grad:
-            raise no_graph(self.lanes[0].name, losses)
-        trainable = self._stacked().trainable()
-        found = torch.autograd.grad(losses.sum(), list(trainable.values()), allow_unused=True)
-        gradients = {name: g for name, g in zip(trainable, found, strict=True) if g is not None}
-        sparse = [name for name, gradient in gradients.items() if gradient.is_sparse]
-        if sparse:
-            raise NotImplementedError(f"the gradient of {sparse[0]!r} is sparse")
-        return losses.detach(), gradients
-
-    def _fused_metrics(self, step: Step, batch: Any) -> dict[str, Tensor]:
-        metrics: dict[str, Tensor] = self._call(step, batch, self._metrics)
-        return metrics
+    def _losses(self, losses: Any) -> dict[str, Tensor]:
+        return check_losses(losses, list(self.lanes[0].optimizers), self.lanes[0].name)
 
     def _metrics(self, metrics: Any) -> dict[str, Tensor]:
         return check_metrics(metrics, self.lanes[0].name, self._device)
 
-    def _train_lane(self, step: Step, lane: Lane, batch: Any) -> Tensor:
-        if lane.error is not None:
-            return torch.tensor(float("nan"), device=self._device)
-        values = self._values_of(lane)
-        losses: list[Tensor] = []
-
-        def closure() -> Tensor:
-            lane.optimizer.zero_grad()
-            loss = check_loss(step([lane], lane.model, batch, values), lane.name)
+    def _fused_gradients(self, step: Step, batch: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return {optimizer: losses [lanes]} and {name: gradient [lanes, ...]} of the parameters that have one."""
+        losses: dict[str, Tensor] = self._call_stacked(step, batch, self._losses)
+        for loss in losses.values():
             if not loss.requires_grad:
-                raise no_graph(lane.name, loss)
-            loss.backward()
-            if lane.clipping is not None:
-                lane.clipping.clip(lane.model)
-            losses.append(loss.detach())
-            return loss
+                raise no_graph(self.lanes[0].name, loss)
+        gradients = self._gradients(losses, self._stacked()[0].parameters)
+        sparse = [name for name, gradient in gradients.items() if gradient.is_sparse]
+        if sparse:
+            raise NotImplementedError(f"the gradient of {sparse[0]!r} is sparse")
+        return {name: loss.detach() for name, loss in losses.items()}, gradients
 
-        try:
-            if obstacle_of_optimizer(lane.optimizer) is not None:
-                lane.optimizer.step(closure)  # type: ignore[arg-type]
-            else:
-                closure()
-                lane.optimizer.step()
-        except LanesDiffer:
-            raise
-        except Exception as error:
-            lane.error = error
-            return torch.tensor(float("nan"), device=self._device)
-        return losses[0]
-
-    def _evaluate_alone(self, step: Step, lane: Lane, batch: Any) -> dict[str, Tensor]:
-        if lane.error is None:
-            try:
-                metrics = step([lane], lane.model, batch, self._values_of(lane))
-                return check_metrics(metrics, lane.name, self._device)
-            except LanesDiffer:
-                raise
-            except Exception as error:
-                lane.error = error
-        return {}
+    def _fused_metrics(self, step: Step, batch: Any) -> dict[str, Tensor]:
+        metrics: dict[str, Tensor] = self._call_stacked(step, batch, self._metrics)
+        return metrics
 
     def _values_of(self, lane: Lane) -> dict[str, Tensor]:
-        dtype = torch.get_default_dtype()
-        return {name: torch.tensor(v, dtype=dtype, device=self._device) for name, v in lane.values.items()}
-
-
-def _same_updates(one: list[GroupUpdate], other: list[GroupUpdate]) -> bool:
-    """Whether two preparations came to the same tensors, so that a third one would too."""
-    return [_identity(update) for update in one] == [_identity(update) for update in other]
-
-
-def _identity(update: GroupUpdate) -> Any:
-    tensors = (update.numbers, update.state, update.clocks)
-    return update.form, [id(tensor) for tensor in pytree.tree_leaves(tensors)]
-
-
-@contextlib.contextmanager
-def _quiet_and_batchable() -> Iterator[None]:
-    """Keep attention layers off their fused inference path, which has no batching rule.
-
-    And keep torch from asking the user to report operations that it batches by a loop.
-    """
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        torch._C._functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]
+        if lane not in self._values:
+            dtype = torch.get_default_dtype()
+            self._values[lane] = {
+                name: torch.tensor(v, dtype=dtype, device=self._device) for name, v in lane.values.items()
+            }
+        return self._values[lane]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +25,12 @@ class Clipping:
     limit: float
     algorithm: str = "norm"
 
-    def clip(self, model: nn.Module) -> None:
-        """Clip the gradients of one lane's own model in place."""
+    def clip(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Clip the gradients of one lane's own parameters in place."""
         if self.algorithm == "norm":
-            nn.utils.clip_grad_norm_(model.parameters(), self.limit)
+            nn.utils.clip_grad_norm_(parameters, self.limit)
         else:
-            nn.utils.clip_grad_value_(model.parameters(), self.limit)
+            nn.utils.clip_grad_value_(parameters, self.limit)
 
 
 def clip_lanes(gradients: Mapping[str, Tensor], limits: Tensor, algorithm: str) -> dict[str, Tensor]:

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfta_tune.fusion.errors import FusionError
+from hfta_tune.fusion.lane import ONLY
 
-__all__ = ["check_loss", "check_metrics", "no_graph"]
+__all__ = ["check_losses", "check_metrics", "no_graph"]
 
 
-def check_loss(loss: Any, trial: str) -> Tensor:
-    """Return a training step's loss as a 0-d tensor.
+def check_losses(losses: Any, optimizers: Sequence[str], trial: str) -> dict[str, Tensor]:
+    """Return a training step's losses as 0-d tensors by optimizer.
+
+    Where build_optimizer returned several optimizers, the step returns a dict with a loss for those that
+    are to step; else the one loss.
 
     Raises:
-        FusionError: if it is no tensor of one element.
+        FusionError: if they are something else.
     """
+    if list(optimizers) == [ONLY]:
+        return {ONLY: _check_loss(losses, trial)}
+    if not isinstance(losses, Mapping) or not losses or not losses.keys() <= set(optimizers):
+        shown = f"the losses {', '.join(map(repr, losses))}" if isinstance(losses, Mapping) else _say(losses)
+        raise FusionError(
+            f"{trial}: training_step returned {shown}; build_optimizer returned the optimizers "
+            f"{', '.join(map(repr, optimizers))}, so return a dict with a loss for each of them that is to step."
+        )
+    return {name: _check_loss(losses[name], trial) for name in optimizers if name in losses}
+
+
+def _check_loss(loss: Any, trial: str) -> Tensor:
     if not isinstance(loss, Tensor):
         raise FusionError(
             f"{trial}: training_step returned {_say(loss)}; return the loss, a 0-d tensor "

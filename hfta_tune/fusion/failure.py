@@ -5,9 +5,10 @@ from __future__ import annotations
 import linecache
 from pathlib import Path
 
+import torch
 from torch import nn
 
-__all__ = ["LanesDiffer", "VmapFailed", "first_line", "place_of"]
+__all__ = ["LanesDiffer", "TornByOutOfMemory", "VmapFailed", "first_line", "place_of"]
 
 _ENGINE = str(Path(__file__).parent)
 
@@ -23,6 +24,14 @@ class VmapFailed(Exception):
         super().__init__(f"{place}: {first_line(cause)}")
         self.cause = cause
         self.place = place
+
+
+class TornByOutOfMemory(Exception):
+    """Memory ran out while parameters were being updated: the lanes are between two states."""
+
+    def __init__(self, cause: torch.OutOfMemoryError) -> None:
+        super().__init__(first_line(cause))
+        self.cause = cause
 
 
 def place_of(error: BaseException, template: nn.Module | None) -> str:

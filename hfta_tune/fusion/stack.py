@@ -56,6 +56,7 @@ class LaneStack:
         carried: {name: [lanes]}: what the template's own modules read a lane (the p of dropouts).
         values: {name: [lanes]}: numbers that a step may read, a lane its own.
         limits: [lanes]: to what the lanes' gradients are clipped, or None.
+        accumulated: {name: [lanes, ...]}: gradients of the batches since the optimizers' last step.
     """
 
     def __init__(self, lanes: Sequence[Lane], device: torch.device) -> None:
@@ -63,9 +64,11 @@ class LaneStack:
         first = self.lanes[0]
         self.parameters: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}
+        self.accumulated: dict[str, Tensor] = {}
         with torch.no_grad():
             for name, parameter in first.parameters():
                 rows = [lane.model.get_parameter(name) for lane in self.lanes]
+                self._take_gradients(name, rows)
                 self.parameters[name] = torch.stack([row.data for row in rows]).contiguous()
                 self._bind(rows, self.parameters[name])
                 self.parameters[name].requires_grad_(parameter.requires_grad)
@@ -82,14 +85,23 @@ class LaneStack:
     def _bind(rows: Sequence[Tensor], stacked: Tensor) -> None:
         for row, view in zip(rows, stacked.detach().unbind(), strict=True):
             row.data = view
-            row.grad = None
+
+    def _take_gradients(self, name: str, rows: Sequence[nn.Parameter]) -> None:
+        if any(row.grad is not None for row in rows):
+            given = [torch.zeros_like(row) if row.grad is None else row.grad for row in rows]
+            self.accumulated[name] = torch.stack(given)
+            for row in rows:
+                row.grad = None
+
+    def return_gradients(self, lanes: Sequence[Lane]) -> None:
+        """Give accumulated gradients to lanes that leave the stack, as the `grad` of their own parameters."""
+        for name, gradients in self.accumulated.items():
+            for lane, gradient in zip(self.lanes, gradients, strict=True):
+                if lane in lanes:
+                    lane.model.get_parameter(name).grad = gradient.clone()
 
     @staticmethod
     def _numbers(rows: Sequence[dict[Any, float]], device: torch.device) -> dict[Any, Tensor]:
         shared = [name for name in rows[0] if all(name in row for row in rows)]
         dtype = torch.get_default_dtype()
         return {name: torch.tensor([row[name] for row in rows], dtype=dtype, device=device) for name in shared}
-
-    def trainable(self) -> dict[str, Tensor]:
-        """The stacked parameters that require gradients."""
-        return {name: tensor for name, tensor in self.parameters.items() if tensor.requires_grad}

@@ -1,0 +1,105 @@
+"""Lane by lane: a step of one lane in plain PyTorch, on the lane's own objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_tune.fusion.contract import check_losses, check_metrics, no_graph
+from hfta_tune.fusion.failure import LanesDiffer
+from hfta_tune.fusion.lane import Lane
+from hfta_tune.fusion.optimizers import obstacle_of_optimizer
+from hfta_tune.fusion.options import Options
+
+__all__ = ["evaluate_lane", "train_lane"]
+
+
+def train_lane(
+    call: Callable[[], Any], lane: Lane, options: Options, device: torch.device, *, update: bool
+) -> dict[str, Tensor]:
+    """Train a lane on one batch.
+
+    Args:
+        call: Calls the user's training step for this lane.
+        lane: The lane. What its code raises is put into its `error`.
+        options: How it is trained.
+        device: Where its tensors are.
+        update: Whether the optimizers step; else the gradients are only accumulated.
+
+    Returns:
+        {optimizer: loss}, NaN if the lane's code raised, now or earlier.
+
+    Raises:
+        LanesDiffer: from the step.
+    """
+    losses: dict[str, Tensor] = {}
+    if lane.error is None:
+        try:
+            _train(call, lane, options, device, losses, update=update)
+            return losses
+        except LanesDiffer:
+            raise
+        except Exception as error:
+            lane.error = error
+    return dict.fromkeys(lane.optimizers, torch.tensor(float("nan"), device=device))
+
+
+def _train(
+    call: Callable[[], Any],
+    lane: Lane,
+    options: Options,
+    device: torch.device,
+    losses: dict[str, Tensor],
+    *,
+    update: bool,
+) -> None:
+    def backward() -> Tensor:
+        with options.autocast(device):
+            found = check_losses(call(), list(lane.optimizers), lane.name)
+        for number, (name, loss) in enumerate(found.items(), 1):
+            if not loss.requires_grad:
+                raise no_graph(lane.name, loss)
+            inputs = lane.trained_by(name)
+            if inputs:
+                (loss / options.accumulate).backward(inputs=inputs, retain_graph=number < len(found))  # type: ignore[no-untyped-call]
+            if update and lane.clipping is not None:
+                lane.clipping.clip(inputs)
+        losses.update({name: loss.detach() for name, loss in found.items()})
+        return next(iter(found.values()))
+
+    for optimizer in lane.optimizers.values():
+        if obstacle_of_optimizer(optimizer) is None:
+            continue
+
+        def closure(optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            return backward()
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+        optimizer.zero_grad()
+        return
+    backward()
+    if update:
+        for optimizer in lane.optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def evaluate_lane(call: Callable[[], Any], lane: Lane, options: Options, device: torch.device) -> dict[str, Tensor]:
+    """Evaluate a lane on one batch; return {metric: 0-d}, nothing if the lane's code raises.
+
+    Raises:
+        LanesDiffer: from the step.
+    """
+    if lane.error is None:
+        try:
+            with options.autocast(device):
+                return check_metrics(call(), lane.name, device)
+        except LanesDiffer:
+            raise
+        except Exception as error:
+            lane.error = error
+    return {}

@@ -1,0 +1,204 @@
+"""The audit: what a fused step does to copies of the lanes, compared with plain PyTorch, lane by lane."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hfta_tune.fusion.alone import train_lane
+from hfta_tune.fusion.batch import clone_batch
+from hfta_tune.fusion.lane import Lane
+from hfta_tune.fusion.options import Options
+from hfta_tune.fusion.vmapped import Step
+
+if TYPE_CHECKING:
+    from hfta_tune.fusion.array import FusedArray
+
+__all__ = ["Difference", "DrawsRandomNumbers", "audit_compiled", "audit_vmap"]
+
+# Float32 sums of some thousand terms, in another order, part by about this much of their largest.
+_RELATIVE = 1e-3
+_ABSOLUTE = 1e-6
+# Elements whose gradient is rounding only: an adaptive optimizer makes whole steps of it, in any direction.
+_ROUNDING = 1e-3
+
+
+class DrawsRandomNumbers(Exception):
+    """The step draws random numbers that cannot be switched off, so no two runs of it agree."""
+
+
+ArrayOf: TypeAlias = Callable[[Sequence[Lane], Options], "FusedArray"]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a fused step departs from the same step lane by lane.
+
+    Attributes:
+        trial: Whose.
+        what: What differs, such as "the gradient of 'conv.weight'".
+        largest: The largest absolute difference of an element.
+        scale: The largest absolute value that plain PyTorch has there.
+    """
+
+    trial: str
+    what: str
+    largest: float
+    scale: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.trial}: {self.what} differs by up to {self.largest:.3g}, where plain PyTorch has {self.scale:.3g}"
+        )
+
+
+def audit_vmap(lanes: Sequence[Lane], options: Options, step: Step, batch: Any, array_of: ArrayOf) -> Difference | None:
+    """Train copies of lanes on a batch, under vmap and lane by lane, and compare them.
+
+    First losses, gradients and buffers, then what the optimizers make of the same gradients. Dropout is
+    switched off.
+
+    Args:
+        lanes: The lanes, which stay as they are.
+        options: How they are trained.
+        step: The training step.
+        batch: What it trains on.
+        array_of: array_of(lanes, options) -> an empty array's worth of them, to train under vmap.
+
+    Raises:
+        DrawsRandomNumbers: if the step draws random numbers besides.
+        VmapFailed: if it does not run under vmap.
+    """
+    options = replace(options, accumulate=max(2, options.accumulate))  # so that gradients are kept
+    alone, fused = _copies(lanes), _copies(lanes)
+    originals = dict(zip((*alone, *fused), (*lanes, *lanes), strict=True))
+    device = next(iter(lanes[0].model.parameters())).device
+    before = _random_state(device)
+    expected = []
+    for lane in alone:
+        call = functools.partial(step, [originals[lane]], lane.model, clone_batch(batch), _values(lane, device))
+        expected.append(train_lane(call, lane, options, device, update=False))
+        if lane.error is not None:
+            return None  # it fails alone too, and will be told so
+    if not torch.equal(_random_state(device), before):
+        raise DrawsRandomNumbers
+    array = array_of(fused, options)
+
+    def step_of_copies(members: Sequence[Lane], model: nn.Module, batch: Any, values: Mapping[Any, Tensor]) -> Any:
+        return step([originals[member] for member in members], model, batch, values)
+
+    got = array.train_step(step_of_copies, clone_batch(batch))
+    gradients = array.accumulated_gradients()
+
+    def differences() -> Iterator[Difference | None]:
+        for row, (own, other) in enumerate(zip(alone, fused, strict=True)):
+            for name, loss in expected[row].items():
+                yield _difference(own.name, f"the loss {name!r}" if name else "the loss", loss, got[name][row])
+            of_own = {name: parameter.grad for name, parameter in own.parameters()}
+            for name, gradient in of_own.items():
+                one = torch.zeros(()) if gradient is None else gradient
+                yield _difference(
+                    own.name, f"the gradient of {name!r}", one, gradients[name][row] if name in gradients else one * 0
+                )
+            yield from _of_tensors(own, other, "buffer")
+        for row, own in enumerate(alone):
+            for name, parameter in own.parameters():
+                parameter.grad = gradients[name][row].clone() if name in gradients else None
+            for name, optimizer in own.optimizers.items():
+                if own.clipping is not None:
+                    own.clipping.clip(own.trained_by(name))
+                optimizer.step()
+        array.step_optimizers()
+        for own, other in zip(alone, fused, strict=True):
+            yield from _of_tensors(own, other, "parameter")
+
+    return next(filter(None, differences()), None)
+
+
+def audit_compiled(
+    lanes: Sequence[Lane], options: Options, step: Step, batch: Any, array_of: ArrayOf
+) -> Difference | None:
+    """Train copies of lanes on a batch, under vmap and by the compiled step, and compare them; as `audit_vmap`."""
+    if any(_draws_inside(lane.model) for lane in lanes):
+        raise DrawsRandomNumbers
+    vmapped, compiled, probe = _copies(lanes), _copies(lanes), _copies(lanes)
+    originals = dict(zip((*vmapped, *probe), (*lanes, *lanes), strict=True))
+
+    def step_of_copies(members: Sequence[Lane], model: nn.Module, batch: Any, values: Mapping[Any, Tensor]) -> Any:
+        return step([originals[member] for member in members], model, batch, values)
+
+    probing = array_of(probe, replace(options, accumulate=max(2, options.accumulate)))
+    probing.train_step(step_of_copies, clone_batch(batch))
+    gradients = probing.accumulated_gradients()
+    expected = array_of(vmapped, options).train_step(step_of_copies, clone_batch(batch), last=True)
+    got = array_of(compiled, options).train_compiled(clone_batch(batch), gradients)
+    if got is None:
+        return None
+
+    def differences() -> Iterator[Difference | None]:
+        for row, (own, other) in enumerate(zip(vmapped, compiled, strict=True)):
+            for name, losses in expected.items():
+                yield _difference(own.name, f"the loss {name!r}" if name else "the loss", losses[row], got[name][row])
+            yield from _of_tensors(own, other, "buffer")
+            theirs = dict(other.parameters())
+            for name, parameter in own.parameters():
+                if name in gradients:
+                    sizes = gradients[name][row].abs()
+                    counts = sizes > _ROUNDING * sizes.max()
+                    yield _difference(own.name, f"the parameter {name!r}", parameter[counts], theirs[name][counts])
+
+    return next(filter(None, differences()), None)
+
+
+def _copies(lanes: Sequence[Lane]) -> list[Lane]:
+    """Copy lanes, without dropout, whose draws nobody could compare."""
+    copies = []
+    for lane in lanes:
+        model, optimizers = copy.deepcopy((lane.model, lane.optimizers))
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+            elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+                module.dropout = 0.0
+        copies.append(Lane(lane.name, model, optimizers, {}, lane.values, lane.clipping))
+    return copies
+
+
+def _draws_inside(model: nn.Module) -> bool:
+    """Whether layers of a model have dropout that is no module of its own: a compiled step has its number inside."""
+    return any(
+        isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and bool(module.dropout) for module in model.modules()
+    )
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _values(lane: Lane, device: torch.device) -> dict[Any, Tensor]:
+    dtype = torch.get_default_dtype()
+    return {name: torch.tensor(value, dtype=dtype, device=device) for name, value in lane.values.items()}
+
+
+def _of_tensors(one: Lane, other: Lane, what: str) -> Iterator[Difference | None]:
+    own, theirs = (lane.buffers() if what == "buffer" else lane.parameters() for lane in (one, other))
+    for (name, tensor), (_, its) in zip(own, theirs, strict=True):
+        yield _difference(one.name, f"the {what} {name!r}", tensor, its)
+
+
+def _difference(trial: str, what: str, expected: Tensor, got: Tensor) -> Difference | None:
+    one, other = expected.detach().double(), got.detach().double()
+    same = (one == other) | (one.isnan() & other.isnan())
+    if not one.numel() or bool(same.all()):
+        return None
+    scale = float(one.abs().nan_to_num().max())
+    largest = float(torch.where(same, 0.0, (one - other).abs()).nan_to_num(nan=float("inf")).max())
+    if largest <= _RELATIVE * scale + _ABSOLUTE:
+        return None
+    return Difference(trial, what, largest, scale)

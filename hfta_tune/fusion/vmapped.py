@@ -1,0 +1,91 @@
+"""The user's step under vmap: called once for all lanes of a stack."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from hfta_tune.fusion.kernels import LaneKernels
+from hfta_tune.fusion.lane import Lane
+from hfta_tune.fusion.options import Options
+from hfta_tune.fusion.stack import Template
+
+__all__ = ["Step", "call_for_all"]
+
+Step: TypeAlias = Callable[[Sequence[Lane], nn.Module, Any, Mapping[str, Tensor]], Any]
+"""step(lanes, model, batch, values): one call of the user's code that stands for all of `lanes`.
+
+Under vmap it is called once for all lanes of the array, lane by lane once for each. `values` are the
+lanes' numbers as 0-d tensors.
+"""
+
+
+def call_for_all(
+    step: Step,
+    lanes: Sequence[Lane],
+    template: Template,
+    batch: Any,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    values: Mapping[Any, Tensor],
+    finish: Callable[[Any], Any],
+    options: Options,
+) -> tuple[Any, dict[str, Tensor]]:
+    """Call a step once for all lanes.
+
+    Args:
+        step: The step.
+        lanes: The lanes that it stands for.
+        template: The code of one lane.
+        batch: What all lanes train on.
+        parameters: {name: [lanes, ...]}.
+        buffers: {name: [lanes, ...]}, changed in place where the model does so.
+        values: {name: [lanes]}.
+        finish: Checks what one lane's step returned, and makes tensors of it.
+        options: How the lanes are trained.
+
+    Returns:
+        What `finish` returned, [lanes, ...], and {name: [lanes, ...]} of the buffers that the model assigned anew.
+    """
+
+    def one_call(model: nn.Module, batch: Any, values: Mapping[Any, Tensor]) -> Any:
+        return step(lanes, model, batch, values)
+
+    def one_lane(
+        parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], values: Mapping[Any, Tensor]
+    ) -> tuple[Any, dict[str, Tensor]]:
+        tensors = {f"model.{name}": tensor for name, tensor in (*parameters.items(), *buffers.items())}
+        result = finish(functional_call(template, tensors, (one_call, batch, values)))
+        # A forward that assigns a buffer anew, instead of in place, has put it into `tensors`.
+        assigned = {
+            name: tensors[f"model.{name}"] for name, buffer in buffers.items() if tensors[f"model.{name}"] is not buffer
+        }
+        return result, assigned
+
+    device = next(iter((*parameters.values(), *buffers.values()))).device
+    with _quiet_and_batchable(), options.autocast(device), LaneKernels():
+        result: tuple[Any, dict[str, Tensor]] = vmap(one_lane, in_dims=(0, 0, 0), randomness="different")(
+            parameters, buffers, values
+        )
+    return result
+
+
+@contextlib.contextmanager
+def _quiet_and_batchable() -> Iterator[None]:
+    """Keep attention layers off their fused inference path, which has no batching rule.
+
+    And keep torch from asking the user to report operations that it batches by a loop.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        torch._C._functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]
