@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import DampedMomentum
 from torch import nn
 from trainables import Points
 
@@ -34,10 +35,10 @@ class Normed(Points):
 
 
 class Viewed(Points):
-    """SGD of the user's own on views, with a step that reads a float."""
+    """An optimizer of the user's own on views, with a step that reads a float."""
 
     def build_optimizer(self, model: nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
-        return torch.optim.RMSprop(model.parameters(), lr=config["lr"], momentum=0.5)
+        return DampedMomentum(model.parameters(), lr=config["lr"], momentum=0.5)
 
     def training_step(self, model: nn.Module, batch: Any, config: dict[str, Any]) -> torch.Tensor:
         return super().training_step(model, batch, config) * (1 + config["lr"])

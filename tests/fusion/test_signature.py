@@ -109,13 +109,15 @@ def form(kind: type[torch.optim.Optimizer], **arguments: Any) -> Any:
 
 
 def test_numbers_of_an_optimizer_may_differ_and_flags_may_not() -> None:
-    sgd, adam, adamw = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
+    sgd, adam, adamw, rmsprop = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop
     assert form(sgd, lr=0.1, momentum=0.9) == form(sgd, lr=0.2, weight_decay=0.1)
     assert form(sgd, lr=0.1, momentum=0.9) != form(sgd, lr=0.1, momentum=0.9, nesterov=True)
     assert form(adam, lr=0.1, betas=(0.5, 0.9)) == form(adam, eps=1e-3)
     assert form(adam, amsgrad=True) != form(adam)
     assert form(adam) != form(adamw)
-    assert form(torch.optim.RMSprop) == form(torch.optim.RMSprop, centered=True)  # each lane's own code
+    assert form(rmsprop, momentum=0.9) == form(rmsprop)
+    assert form(rmsprop, centered=True) != form(rmsprop)
+    assert form(torch.optim.Adafactor) == form(torch.optim.Adafactor, maximize=True)  # each lane's own code
 
 
 def test_an_optimizer_that_needs_the_loss_again() -> None:

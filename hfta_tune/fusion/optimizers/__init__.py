@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from hfta_tune.fusion.optimizers._adadelta import FusedAdadelta
+from hfta_tune.fusion.optimizers._adagrad import FusedAdagrad
 from hfta_tune.fusion.optimizers._adam import FusedAdam
+from hfta_tune.fusion.optimizers._adamax import FusedAdamax
+from hfta_tune.fusion.optimizers._asgd import FusedASGD
 from hfta_tune.fusion.optimizers._base import FusedOptimizer
 from hfta_tune.fusion.optimizers._choice import form_of_optimizer, fuse_optimizers, obstacle_of_optimizer
+from hfta_tune.fusion.optimizers._nadam import FusedNAdam
 from hfta_tune.fusion.optimizers._native import GroupUpdate, NativeOptimizer
+from hfta_tune.fusion.optimizers._radam import FusedRAdam
+from hfta_tune.fusion.optimizers._rmsprop import FusedRMSprop
+from hfta_tune.fusion.optimizers._rprop import FusedRprop
 from hfta_tune.fusion.optimizers._sgd import FusedSGD
 from hfta_tune.fusion.optimizers._views import OptimizerViews
 
 __all__ = [
+    "FusedASGD",
+    "FusedAdadelta",
+    "FusedAdagrad",
     "FusedAdam",
+    "FusedAdamax",
+    "FusedNAdam",
     "FusedOptimizer",
+    "FusedRAdam",
+    "FusedRMSprop",
+    "FusedRprop",
     "FusedSGD",
     "GroupUpdate",
     "NativeOptimizer",

@@ -8,16 +8,35 @@ from collections.abc import Hashable, Sequence
 from torch.optim import Optimizer
 
 from hfta_tune.fusion.lane import Lane
+from hfta_tune.fusion.optimizers._adadelta import FusedAdadelta
+from hfta_tune.fusion.optimizers._adagrad import FusedAdagrad
 from hfta_tune.fusion.optimizers._adam import FusedAdam
+from hfta_tune.fusion.optimizers._adamax import FusedAdamax
+from hfta_tune.fusion.optimizers._asgd import FusedASGD
 from hfta_tune.fusion.optimizers._base import FusedOptimizer
+from hfta_tune.fusion.optimizers._nadam import FusedNAdam
 from hfta_tune.fusion.optimizers._native import NativeOptimizer
+from hfta_tune.fusion.optimizers._radam import FusedRAdam
+from hfta_tune.fusion.optimizers._rmsprop import FusedRMSprop
+from hfta_tune.fusion.optimizers._rprop import FusedRprop
 from hfta_tune.fusion.optimizers._sgd import FusedSGD
 from hfta_tune.fusion.optimizers._views import OptimizerViews
 from hfta_tune.fusion.stack import LaneStack
 
 __all__ = ["form_of_optimizer", "fuse_optimizers", "obstacle_of_optimizer"]
 
-_NATIVE: tuple[type[NativeOptimizer], ...] = (FusedSGD, FusedAdam)
+_NATIVE: tuple[type[NativeOptimizer], ...] = (
+    FusedSGD,
+    FusedAdam,
+    FusedRMSprop,
+    FusedAdagrad,
+    FusedNAdam,
+    FusedRAdam,
+    FusedAdamax,
+    FusedAdadelta,
+    FusedASGD,
+    FusedRprop,
+)
 
 
 def fuse_optimizers(lanes: Sequence[Lane], stack: LaneStack) -> FusedOptimizer:

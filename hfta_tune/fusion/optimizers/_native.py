@@ -27,6 +27,8 @@ class ParameterGroup:
         parameters: {name: [lanes, elements]}, views of the stack.
         state: {key: {name: [lanes, elements]}}.
         started: {name: [lanes] of bool}: whether a lane's parameter has been stepped.
+        dtype: That of the parameters.
+        wide: The dtype of factors near 1, which bfloat16 would round to another time constant.
     """
 
     def __init__(self, lanes: Sequence[Lane], stack: LaneStack, group: int, flags: dict[str, Any]) -> None:
@@ -40,8 +42,11 @@ class ParameterGroup:
         self.lanes_parameters = {name: [lane.model.get_parameter(name) for lane in lanes] for name in self.names}
         self.optimizers = optimizers
         self.dtype = next(iter(self.parameters.values())).dtype if self.names else torch.float32
+        self.wide = torch.promote_types(self.dtype, torch.float32)
         self.state: dict[str, dict[str, Tensor]] = {}
         self._clocks: dict[str, Tensor] = {}
+        self._dials: tuple[str, ...] = ("step",)
+        self._given: dict[tuple[str, str], list[bool]] = {}
         self.started = {
             name: [bool(o.state.get(p)) for o, p in zip(optimizers, self.lanes_parameters[name], strict=True)]
             for name in self.names
@@ -64,24 +69,47 @@ class ParameterGroup:
         for key in keys:
             own[key] = self._view(key, name, lane)
 
-    def start(self, name: str, keys: Sequence[str]) -> None:
-        """Note that a parameter is stepped: lanes that had no state of it yet have it now."""
+    def start(self, name: str, keys: Sequence[str], first: Mapping[str, Sequence[float]] | None = None) -> None:
+        """Note that a parameter is stepped: lanes that had no state of it yet have it now.
+
+        Args:
+            name: The parameter's name.
+            keys: The entries of state, besides what clocks show.
+            first: What entries and dials start from, a lane its own number; the others start from 0.
+        """
         if not all(self.started[name]):
             for lane, started in enumerate(self.started[name]):
                 if not started:
                     self.started[name][lane] = True
+                    for key, numbers in (first or {}).items():
+                        if key in self.state:
+                            self.state[key][name][lane] = numbers[lane]
+                        else:
+                            self._clocks[name][lane, self._dials.index(key)] = numbers[lane]
                     self.bind_state(name, lane, keys)
             if name in self._clocks:
                 self._set_clock(name, self._clocks[name])
 
-    def start_clocks(self) -> None:
-        """Stack the lanes' step counts; parameters that have been stepped alike share one clock."""
-        clocks: dict[tuple[float, ...], Tensor] = {}
+    def give(self, key: str, name: str, lanes: list[bool]) -> None:
+        """Bind an entry of state that not every lane has, in those of `lanes` that have none yet."""
+        if self._given.get((key, name)) != lanes:
+            for lane, own in enumerate(self._own_state(name)):
+                if lanes[lane] and key not in own:
+                    own[key] = self._view(key, name, lane)
+            self._given[key, name] = lanes
+
+    def start_clocks(self, dials: Sequence[str] = ()) -> None:
+        """Stack the lanes' step counts; parameters that have been stepped alike share one clock.
+
+        `dials` are further 0-d entries of state, which change with every step as the count does. A clock
+        shows them in its columns after the first.
+        """
+        self._dials = ("step", *dials)
+        clocks: dict[Hashable, Tensor] = {}
         for name in self.names:
-            counts = [float(row.get("step", 0.0)) for row in self._own_state(name)]
-            device = self.parameters[name].device
-            clock = torch.tensor(counts, dtype=torch.float32, device=device).unsqueeze(1)
-            self._set_clock(name, clocks.setdefault(tuple(counts), clock))
+            shown = [tuple(float(row.get(dial, 0.0)) for dial in self._dials) for row in self._own_state(name)]
+            clock = torch.tensor(shown, dtype=torch.float32, device=self.parameters[name].device)
+            self._set_clock(name, clocks.setdefault((*shown, *self.started[name]), clock))
 
     def clocks_of(self, names: Sequence[str]) -> tuple[list[Tensor], tuple[int, ...]]:
         """Return the clocks that tick in a step over `names`, and which of them each name goes by."""
@@ -102,7 +130,9 @@ class ParameterGroup:
         self._clocks[name] = clock
         for lane, started in enumerate(self.started[name]):
             if started:
-                self.optimizers[lane].state[self.lanes_parameters[name][lane]]["step"] = clock[lane, 0]
+                own = self.optimizers[lane].state[self.lanes_parameters[name][lane]]
+                for column, dial in enumerate(self._dials):
+                    own[dial] = clock[lane, column]
 
     def _own_state(self, name: str) -> list[dict[str, Any]]:
         return [
@@ -126,7 +156,7 @@ class GroupUpdate:
         names: The parameters that have a gradient.
         numbers: The group's numbers for this step, [lanes, 1] on the device.
         state: {key: {name: [lanes, elements]}}, updated in place.
-        clocks: Step counts, [lanes, 1], updated in place.
+        clocks: Step counts, [lanes, 1], or [lanes, 1 + dials], updated in place.
         clock_of: Which of `clocks` counts each of `names`.
         form: What the sequence of operations depends on. Equal forms compute alike.
     """
@@ -137,6 +167,18 @@ class GroupUpdate:
     clocks: list[Tensor]
     clock_of: tuple[int, ...]
     form: Form
+
+    def number(self, name: str) -> list[Tensor]:
+        """A number, once for each parameter."""
+        return [self.numbers[name]] * len(self.names)
+
+    def entries(self, key: str) -> list[Tensor]:
+        """An entry of state, of each parameter."""
+        return [self.state[key][name] for name in self.names]
+
+    def by_clock(self, of_clocks: Sequence[Tensor]) -> list[Tensor]:
+        """What was computed of each clock, for each parameter by its clock."""
+        return [of_clocks[clock] for clock in self.clock_of]
 
 
 class NativeOptimizer:
