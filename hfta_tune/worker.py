@@ -470,7 +470,7 @@ class Worker:
             if list(losses) != [ONLY]:
                 for name, own in losses.items():
                     means.add(f"train_loss_{name}", array.lanes, own, size)
-            means.add("train_loss", array.lanes, sum(losses.values()), size)  # type: ignore[arg-type]
+            means.add("train_loss", array.lanes, sum(losses.values()), size)
             self._drop_failed(array, alive, failed)
         for trial in list(alive):
             if trial.lane.schedulers and trial.trainable.lr_scheduler_interval == "step":

@@ -64,7 +64,7 @@ def _train(
                 raise no_graph(lane.name, loss)
             inputs = lane.trained_by(name)
             if inputs:
-                (loss / options.accumulate).backward(inputs=inputs, retain_graph=number < len(found))  # type: ignore[no-untyped-call]
+                (loss / options.accumulate).backward(inputs=inputs, retain_graph=number < len(found))
             if update and lane.clipping is not None:
                 lane.clipping.clip(inputs)
         losses.update({name: loss.detach() for name, loss in found.items()})

@@ -104,7 +104,7 @@ def compiled_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def call(self: BoundStep, batch: Any) -> Any:
         result = real(self, batch)
-        taken.append(len(result[0]))
+        taken.append(len(next(iter(result[0].values()))))
         return result
 
     monkeypatch.setattr(BoundStep, "__call__", call)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hfta_tune.fusion.compiled import CompiledStep
-from hfta_tune.fusion.lane import Lane
-from hfta_tune.fusion.optimizers import FusedOptimizer, GroupUpdate, NativeOptimizer, fuse_optimizers
+from hfta_tune.fusion.lane import ONLY, Lane
+from hfta_tune.fusion.optimizers import FusedOptimizer, GroupUpdate, NativeOptimizer, fuse_optimizer
 from hfta_tune.fusion.stack import LaneStack
 
 ROUNDS = 4  # of one step each; the last lane joins after the first
@@ -419,7 +419,7 @@ class Twins:
             model = self.row.model().to(self.dtype)
             for place in (self.lanes, self.twins):
                 own = copy.deepcopy(model)
-                place[number] = Lane(str(number), own, self.row.build(self.row.groups(own), number))
+                place[number] = Lane(str(number), own, {ONLY: self.row.build(self.row.groups(own), number)})
             for _ in range(after):
                 self._step_alone(number, self._gradients(number, self.names), self.lanes, self.twins)
         self._stack()
@@ -431,7 +431,7 @@ class Twins:
     def scale(self, lane: int, **factors: float) -> None:
         """Set numbers of a lane to so many times what its optimizer was built with, as a schedule would."""
         for place in (self.lanes, self.twins):
-            optimizer = place[lane].optimizer
+            optimizer = place[lane].optimizers[ONLY]
             for group in optimizer.param_groups:
                 for name in factors.keys() & optimizer.defaults.keys():
                     group[name] = factors[name] * optimizer.defaults[name]
@@ -446,9 +446,9 @@ class Twins:
     def assert_equal(self, where: str) -> None:
         for number, lane in self.lanes.items():
             twin = self.twins[number]
-            for part in ("model", "optimizer"):
-                state, expected = getattr(lane, part).state_dict(), getattr(twin, part).state_dict()
-                assert_same(state, expected, f"{where}, lane {number}, {part}", rtol=1e-9, atol=1e-12)
+            for own, other in ((lane.model, twin.model), (lane.optimizers[ONLY], twin.optimizers[ONLY])):
+                state, expected = own.state_dict(), other.state_dict()
+                assert_same(state, expected, f"{where}, lane {number}, {type(own).__name__}", rtol=1e-9, atol=1e-12)
 
     def _gradients(self, lane: int, names: Sequence[str]) -> dict[str, Tensor]:
         parameters = dict((self.lanes | self.twins)[lane].parameters())
@@ -459,13 +459,13 @@ class Twins:
         for place in places:
             for name, parameter in place[lane].parameters():
                 parameter.grad = gradients.get(name)
-            place[lane].optimizer.step()
+            place[lane].optimizers[ONLY].step()
 
     def _stack(self) -> None:
         for lane in self.lanes.values():
             lane.detach_storage()
         self.stack = LaneStack(list(self.lanes.values()), torch.device("cpu"))
-        self.optimizer = fuse_optimizers(list(self.lanes.values()), self.stack)
+        self.optimizer = fuse_optimizer(list(self.lanes.values()), self.stack)
 
 
 def is_plain(row: Row) -> bool:
@@ -500,8 +500,8 @@ KINDS = {row.kind for row in ROWS if row.kind is not None}
 @pytest.mark.parametrize("kind", sorted(KINDS, key=lambda kind: kind.__name__))
 def test_which_classes_have_native_updates(kind: type[Optimizer]) -> None:
     model = without_biases()
-    lane = Lane("ada", model, kind(model.parameters()))
-    optimizer = fuse_optimizers([lane], LaneStack([lane], torch.device("cpu")))
+    lane = Lane("ada", model, {ONLY: kind(model.parameters())})
+    optimizer = fuse_optimizer([lane], LaneStack([lane], torch.device("cpu")))
     assert isinstance(optimizer, NativeOptimizer) == (kind in NATIVE)
 
 
@@ -511,8 +511,8 @@ def test_a_momentum_that_comes_later_starts_from_zeros() -> None:
     twins.join(0, 1)
     twins.optimizer.step(twins.gradients(twins.names))
     for place in (twins.lanes, twins.twins):
-        place[1].optimizer.param_groups[0]["momentum"] = 0.5
-    for state in twins.twins[1].optimizer.state.values():
+        place[1].optimizers[ONLY].param_groups[0]["momentum"] = 0.5
+    for state in twins.twins[1].optimizers[ONLY].state.values():
         state["momentum_buffer"] = torch.zeros_like(state["square_avg"])
     for step in range(2):
         twins.optimizer.step(twins.gradients(twins.names))
@@ -535,8 +535,8 @@ def test_factors_near_1_in_bfloat16(row: Row) -> None:
     for _ in range(100):
         twins.optimizer.step(twins.gradients(twins.names))
     for number, lane in twins.lanes.items():
-        expected = twins.twins[number].optimizer.state_dict()["state"]
-        for index, state in lane.optimizer.state_dict()["state"].items():
+        expected = twins.twins[number].optimizers[ONLY].state_dict()["state"]
+        for index, state in lane.optimizers[ONLY].state_dict()["state"].items():
             for key, entry in state.items():
                 assert entry.dtype == expected[index][key].dtype
                 assert float(entry.norm()) == pytest.approx(float(expected[index][key].norm()), rel=0.05), key

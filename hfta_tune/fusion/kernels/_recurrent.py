@@ -108,7 +108,7 @@ class _Deferred(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         return ctx.multiplications.gradient(), None
 
@@ -121,7 +121,7 @@ class _Multiply(torch.autograd.Function):
         return torch.bmm(input, weight.transpose(1, 2))
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (weight,) = ctx.saved_tensors
         ctx.multiplications.keep_gradient(ctx.step, gradient)
@@ -136,15 +136,15 @@ def _step_weight(weight: Tensor) -> Callable[[Tensor], Tensor]:
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return lambda input: torch.bmm(input, weight.transpose(1, 2))
     multiplications = _Multiplications()
-    deferred = _Deferred.apply(weight, multiplications)  # type: ignore[no-untyped-call]
-    return lambda input: _Multiply.apply(input, deferred, multiplications)  # type: ignore[no-untyped-call,no-any-return]
+    deferred = _Deferred.apply(weight, multiplications)
+    return lambda input: _Multiply.apply(input, deferred, multiplications)
 
 
 def _run_direction(
     cell: _Cell, input: Tensor, state: State, weights: Sequence[Tensor], has_biases: bool, reverse: bool
 ) -> tuple[Tensor, State]:
     """One layer in one direction over [lanes, time, samples, features]; every weight is [lanes, ...]."""
-    gates: Tensor = LaneLinear.apply(input.flatten(1, 2), weights[0])  # type: ignore[no-untyped-call]
+    gates: Tensor = LaneLinear.apply(input.flatten(1, 2), weights[0])
     of_state = _step_weight(weights[1])
     projection = _step_weight(weights[-1]) if len(weights) in (3, 5) else None
     bias_of_state = None

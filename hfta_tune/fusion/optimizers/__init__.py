@@ -6,9 +6,16 @@ from hfta_tune.fusion.optimizers._adadelta import FusedAdadelta
 from hfta_tune.fusion.optimizers._adagrad import FusedAdagrad
 from hfta_tune.fusion.optimizers._adam import FusedAdam
 from hfta_tune.fusion.optimizers._adamax import FusedAdamax
+from hfta_tune.fusion.optimizers._array import (
+    ArrayOptimizers,
+    Updates,
+    form_of_updates,
+    tensors_of_updates,
+    with_tensors,
+)
 from hfta_tune.fusion.optimizers._asgd import FusedASGD
 from hfta_tune.fusion.optimizers._base import FusedOptimizer
-from hfta_tune.fusion.optimizers._choice import form_of_optimizer, fuse_optimizers, obstacle_of_optimizer
+from hfta_tune.fusion.optimizers._choice import form_of_optimizer, fuse_optimizer, obstacle_of_optimizer
 from hfta_tune.fusion.optimizers._nadam import FusedNAdam
 from hfta_tune.fusion.optimizers._native import GroupUpdate, NativeOptimizer
 from hfta_tune.fusion.optimizers._radam import FusedRAdam
@@ -18,6 +25,7 @@ from hfta_tune.fusion.optimizers._sgd import FusedSGD
 from hfta_tune.fusion.optimizers._views import OptimizerViews
 
 __all__ = [
+    "ArrayOptimizers",
     "FusedASGD",
     "FusedAdadelta",
     "FusedAdagrad",
@@ -32,7 +40,11 @@ __all__ = [
     "GroupUpdate",
     "NativeOptimizer",
     "OptimizerViews",
+    "Updates",
     "form_of_optimizer",
-    "fuse_optimizers",
+    "form_of_updates",
+    "fuse_optimizer",
     "obstacle_of_optimizer",
+    "tensors_of_updates",
+    "with_tensors",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hfta_tune.fusion.lane import Lane
+from hfta_tune.fusion.lane import ONLY, Lane
 from hfta_tune.fusion.optimizers._native import GroupUpdate, NativeOptimizer, ParameterGroup
 from hfta_tune.fusion.stack import LaneStack
 
@@ -29,10 +29,10 @@ class FusedAdam(NativeOptimizer):
     classes = (torch.optim.Adam, torch.optim.AdamW)
     flag_names = ("amsgrad", "maximize", "decoupled_weight_decay")
 
-    def __init__(self, lanes: Sequence[Lane], stack: LaneStack) -> None:
-        super().__init__(lanes, stack)
+    def __init__(self, lanes: Sequence[Lane], stack: LaneStack, name: str = ONLY) -> None:
+        super().__init__(lanes, stack, name)
         for group in self.groups:
-            if type(lanes[0].optimizer) is torch.optim.AdamW:
+            if type(lanes[0].optimizers[name]) is torch.optim.AdamW:
                 group.flags["decoupled_weight_decay"] = True
             for key in self._moments(group):
                 group.stack_state(key)

@@ -16,7 +16,7 @@ class FusedOptimizer(Protocol):
     """One optimizer step for all lanes of a stack.
 
     The lanes' own torch optimizers stay the place where numbers are read (so schedulers work on them)
-    and where state is found (as views), so `lane.optimizer.state_dict()` is always up to date.
+    and where state is found (as views), so their `state_dict()` is always up to date.
     """
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 
 from torch.optim import Optimizer
 
-from hfta_tune.fusion.lane import Lane
+from hfta_tune.fusion.lane import ONLY, Lane
 from hfta_tune.fusion.optimizers._adadelta import FusedAdadelta
 from hfta_tune.fusion.optimizers._adagrad import FusedAdagrad
 from hfta_tune.fusion.optimizers._adam import FusedAdam
@@ -23,7 +23,7 @@ from hfta_tune.fusion.optimizers._sgd import FusedSGD
 from hfta_tune.fusion.optimizers._views import OptimizerViews
 from hfta_tune.fusion.stack import LaneStack
 
-__all__ = ["form_of_optimizer", "fuse_optimizers", "obstacle_of_optimizer"]
+__all__ = ["form_of_optimizer", "fuse_optimizer", "obstacle_of_optimizer"]
 
 _NATIVE: tuple[type[NativeOptimizer], ...] = (
     FusedSGD,
@@ -39,12 +39,12 @@ _NATIVE: tuple[type[NativeOptimizer], ...] = (
 )
 
 
-def fuse_optimizers(lanes: Sequence[Lane], stack: LaneStack) -> FusedOptimizer:
-    """Return the best optimizer for a stack: a native fused one, or the lanes' own on views."""
+def fuse_optimizer(lanes: Sequence[Lane], stack: LaneStack, name: str = ONLY) -> FusedOptimizer:
+    """Return the best optimizer in the place of the lanes' own called `name`: a native one, or those on views."""
     for native in _NATIVE:
-        if native.serves(lanes[0].optimizer):
-            return native(lanes, stack)
-    return OptimizerViews(lanes, stack)
+        if native.serves(lanes[0].optimizers[name]):
+            return native(lanes, stack, name)
+    return OptimizerViews(lanes, name)
 
 
 def form_of_optimizer(optimizer: Optimizer) -> Hashable:

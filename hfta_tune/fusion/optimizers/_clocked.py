@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hfta_tune.fusion.lane import Lane
+from hfta_tune.fusion.lane import ONLY, Lane
 from hfta_tune.fusion.optimizers._native import GroupUpdate, NativeOptimizer, ParameterGroup
 from hfta_tune.fusion.stack import LaneStack
 
@@ -24,8 +24,8 @@ class ClockedOptimizer(NativeOptimizer):
 
     dials: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, lanes: Sequence[Lane], stack: LaneStack) -> None:
-        super().__init__(lanes, stack)
+    def __init__(self, lanes: Sequence[Lane], stack: LaneStack, name: str = ONLY) -> None:
+        super().__init__(lanes, stack, name)
         for group in self.groups:
             for key in self._keys(group.flags):
                 group.stack_state(key)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hfta_tune.fusion.lane import Lane
+from hfta_tune.fusion.lane import ONLY, Lane
 from hfta_tune.fusion.optimizers._base import LaneNumbers, has_plain_steps
 from hfta_tune.fusion.stack import LaneStack, rows
 
@@ -31,8 +31,10 @@ class ParameterGroup:
         wide: The dtype of factors near 1, which bfloat16 would round to another time constant.
     """
 
-    def __init__(self, lanes: Sequence[Lane], stack: LaneStack, group: int, flags: dict[str, Any]) -> None:
-        optimizers = [lane.optimizer for lane in lanes]
+    def __init__(
+        self, lanes: Sequence[Lane], stack: LaneStack, optimizer: str, group: int, flags: dict[str, Any]
+    ) -> None:
+        optimizers = [lane.optimizers[optimizer] for lane in lanes]
         by_id = {id(parameter): name for name, parameter in lanes[0].parameters()}
         self.names = [by_id[id(p)] for p in optimizers[0].param_groups[group]["params"]]
         self.flags = flags
@@ -191,9 +193,9 @@ class NativeOptimizer:
     classes: ClassVar[tuple[type[Optimizer], ...]]
     flag_names: ClassVar[tuple[str, ...]]
 
-    def __init__(self, lanes: Sequence[Lane], stack: LaneStack) -> None:
-        flags = self._flags(lanes[0].optimizer)
-        self.groups = [ParameterGroup(lanes, stack, index, flags[index]) for index in range(len(flags))]
+    def __init__(self, lanes: Sequence[Lane], stack: LaneStack, name: str = ONLY) -> None:
+        flags = self._flags(lanes[0].optimizers[name])
+        self.groups = [ParameterGroup(lanes, stack, name, index, flags[index]) for index in range(len(flags))]
 
     @classmethod
     def serves(cls, optimizer: Optimizer) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hfta_tune.fusion.lane import Lane
+from hfta_tune.fusion.lane import ONLY, Lane
 from hfta_tune.fusion.optimizers._native import GroupUpdate, NativeOptimizer, ParameterGroup
 from hfta_tune.fusion.stack import LaneStack
 
@@ -26,8 +26,8 @@ class FusedSGD(NativeOptimizer):
     classes = (torch.optim.SGD,)
     flag_names = ("nesterov", "maximize")
 
-    def __init__(self, lanes: Sequence[Lane], stack: LaneStack) -> None:
-        super().__init__(lanes, stack)
+    def __init__(self, lanes: Sequence[Lane], stack: LaneStack, name: str = ONLY) -> None:
+        super().__init__(lanes, stack, name)
         for group in self.groups:
             group.stack_state(_BUFFER)
 

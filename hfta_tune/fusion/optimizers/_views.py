@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from hfta_tune.fusion.lane import Lane
-from hfta_tune.fusion.stack import LaneStack
+from hfta_tune.fusion.lane import ONLY, Lane
 
 __all__ = ["OptimizerViews"]
 
@@ -18,21 +17,20 @@ class OptimizerViews:
     The lanes' parameters are views of the stacked ones, so the stock code updates the stack in place.
     """
 
-    def __init__(self, lanes: Sequence[Lane], stack: LaneStack) -> None:
+    def __init__(self, lanes: Sequence[Lane], name: str = ONLY) -> None:
         self._lanes = list(lanes)
-        self._own = {name: [lane.model.get_parameter(name) for lane in lanes] for name in stack.trainable()}
+        self._name = name
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
         """Update the stacked parameters in place; a parameter without gradient is left alone."""
-        for name, gradient in gradients.items():
-            for row, parameter in enumerate(self._own[name]):
+        for row, lane in enumerate(self._lanes):
+            own = [lane.model.get_parameter(name) for name in gradients]
+            for parameter, gradient in zip(own, gradients.values(), strict=True):
                 # Contiguous: the fused kernels of torch.optim read a gradient without its strides.
                 parameter.grad = gradient[row].contiguous()
-        for lane in self._lanes:
             try:
-                lane.optimizer.step()
+                lane.optimizers[self._name].step()
             except Exception as error:  # the other lanes go on
                 lane.error = error
-        for parameters in self._own.values():
-            for parameter in parameters:
+            for parameter in own:
                 parameter.grad = None
