@@ -26,6 +26,7 @@ class WorkerState(enum.Enum):
 @dataclass(slots=True)
 class _Worker:
     group: Group
+    lanes: int
     state: WorkerState = WorkerState.REQUESTED
     trials: set[Trial] = field(default_factory=set)
 
@@ -84,6 +85,11 @@ class Packer:
         """A requested worker has its resources: it takes trials from now on."""
         self._workers[worker].state = WorkerState.OPEN
 
+    def limit(self, worker: int, lanes: int) -> None:
+        """Place no more than `lanes` trials in a worker from now on; those that are there stay."""
+        if worker in self._workers:
+            self._workers[worker].lanes = lanes
+
     def lost(self, worker: int) -> list[Trial]:
         """A worker died or closed: no trial is placed in it again; return those that were in it."""
         gone = self._workers.pop(worker, None)
@@ -115,7 +121,7 @@ class Packer:
             free = [
                 (len(worker.trials), number)
                 for number, worker in self._workers.items()
-                if worker.group == group and worker.state is WorkerState.OPEN and len(worker.trials) < self.lanes
+                if worker.group == group and worker.state is WorkerState.OPEN and len(worker.trials) < worker.lanes
             ]
             if not free:
                 return
@@ -136,7 +142,7 @@ class Packer:
         plan.close += requested[needed:]
         for _ in range(needed - len(requested)):
             number = next(self._numbers)
-            self._workers[number] = _Worker(group)
+            self._workers[number] = _Worker(group, self.lanes)
             plan.open.append((number, group))
 
     # What is where

@@ -29,6 +29,7 @@ def optimize(
     catch: Iterable[type[Exception]] | type[Exception] = (),
     callbacks: Iterable[Callback] | None = None,
     show_progress_bar: bool = False,
+    audit: bool = False,
 ) -> None:
     """Optimizes a study with B trials training at once, in this process.
 
@@ -56,6 +57,8 @@ def optimize(
             finish and it is raised.
         callbacks: Called with the study and the finished trial after each trial. `study.stop()` works there.
         show_progress_bar: Whether to show Optuna's progress bar.
+        audit: Whether to compare the first fused step of every array with the same step of each trial in plain
+            PyTorch. Where they differ, a warning says where, and those trials train one by one.
 
     Raises:
         TypeError, ValueError: An argument is wrong, or no result has the metric.
@@ -103,7 +106,7 @@ def optimize(
         show_progress_bar=show_progress_bar,
     )
     with session:
-        worker = Worker(B, device=device)
+        worker = Worker(B, device=device, audit=audit)
         _Loop(session, worker, trainable, space, epochs, metric, reports=len(study.directions) == 1).run()
     if session.error is not None:
         raise session.error

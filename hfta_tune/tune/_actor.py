@@ -33,15 +33,16 @@ class WorkerActor:
         lanes: B.
         cpus: CPUs that the worker was given; it computes on as many threads.
         gpus: GPUs that the worker was given.
+        audit: Whether the first step of every array is audited.
     """
 
-    def __init__(self, lanes: int, cpus: float, gpus: float) -> None:
+    def __init__(self, lanes: int, cpus: float, gpus: float, audit: bool = False) -> None:
         from hfta_tune.tune._executor import prepare_worker_process
 
         prepare_worker_process()
         torch.set_num_threads(max(1, int(cpus)))
         on_gpu = gpus > 0 and torch.cuda.is_available()
-        self._worker = Worker(lanes, device="cuda" if on_gpu else "cpu")
+        self._worker = Worker(lanes, device="cuda" if on_gpu else "cpu", audit=audit)
         self._trainables: dict[int, FusedTrainable] = {}
         self._errors: dict[int, Exception] = {}
         self._classes: dict[int, type[FusedTrainable]] = {}
@@ -89,8 +90,14 @@ class WorkerActor:
             raise self._errors[lane]
         return getattr(self._trainables[lane], method)(*arguments, **keywords)
 
-    def _round(self, lanes: Sequence[int], rounds_left: float | None) -> list[dict[str, Any] | RayTaskError]:
-        """Train one round of the lanes' trials; return for each its result, or what its own code raised."""
+    def _round(
+        self, lanes: Sequence[int], rounds_left: float | None
+    ) -> tuple[list[dict[str, Any] | RayTaskError], int]:
+        """Train one round of the lanes' trials.
+
+        Returns:
+            For each its result, or what its own code raised; and how many trials fit into the worker.
+        """
         begin = time.perf_counter()
         sound = [lane for lane in lanes if lane not in self._errors]
         names = [self._trainables[lane]._lane_name for lane in sound]
@@ -108,7 +115,7 @@ class WorkerActor:
                     continue
                 self._errors[lane] = error = outcome
             results.append(RayTaskError("train", "".join(traceback.format_exception(error)), error))
-        return results
+        return results, self._worker.fitting_lanes
 
 
 def _hand_over(waiting: asyncio.Future[Any], done: asyncio.Future[Any]) -> None:

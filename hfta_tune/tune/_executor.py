@@ -38,7 +38,7 @@ __all__ = ["LaneActorManager", "pack_trials_of", "prepare_worker_process"]
 logger = logging.getLogger(__name__)
 
 
-def pack_trials_of(tune_controller: Any, lanes: int) -> LaneActorManager:
+def pack_trials_of(tune_controller: Any, lanes: int, *, audit: bool = False) -> LaneActorManager:
     """Make a Tune controller give its FusedTrainable trials lanes; doing it again does nothing."""
     controller = getattr(tune_controller, "_tune_controller", tune_controller)
     manager = controller._actor_manager
@@ -47,6 +47,7 @@ def pack_trials_of(tune_controller: Any, lanes: int) -> LaneActorManager:
         controller._actor_manager = manager
         manager.pack(
             lanes,
+            audit=audit,
             more_trials_expected=functools.partial(_more_trials_expected, controller),
             pausing=functools.partial(_pausing, controller),
             iterations_left=functools.partial(_iterations_left, controller),
@@ -189,6 +190,7 @@ class LaneActorManager(RayActorManager):
     def __init__(self, resource_manager: ResourceManager) -> None:
         super().__init__(resource_manager=resource_manager)
         self._packer = Packer(1)
+        self._audit = False
         self._more_trials_expected: Callable[[], bool] = lambda: False
         self._pausing: Callable[[], bool] = lambda: False
         self._iterations_left: Callable[[], float | None] = lambda: None
@@ -208,12 +210,14 @@ class LaneActorManager(RayActorManager):
         self,
         lanes: int,
         *,
+        audit: bool,
         more_trials_expected: Callable[[], bool],
         pausing: Callable[[], bool],
         iterations_left: Callable[[], float | None],
     ) -> None:
         """Say how many lanes a worker has, and how to ask the controller what is to come."""
         self._packer = Packer(lanes)
+        self._audit = audit
         self._more_trials_expected = more_trials_expected
         self._pausing = pausing
         self._iterations_left = iterations_left
@@ -363,7 +367,9 @@ class LaneActorManager(RayActorManager):
     def _send_round(self, worker: _Worker, lanes: list[TrackedActor]) -> None:
         worker.in_round = {tracked: self._requests.pop(tracked) for tracked in lanes}
 
-        def on_result(results: list[Any]) -> None:
+        def on_result(outcome: tuple[list[Any], int]) -> None:
+            results, fitting = outcome
+            self._packer.limit(worker.number, fitting)
             tasks, worker.in_round = worker.in_round, {}
             for tracked, result in zip(lanes, results, strict=True):
                 if tracked in tasks:  # else it was stopped in the meantime
@@ -431,7 +437,12 @@ class LaneActorManager(RayActorManager):
                 WorkerActor
             )
         head = {} if resource_request.head_bundle_is_empty else resource_request.bundles[0]
-        kwargs = {"lanes": self._packer.lanes, "cpus": head.get("CPU", 0), "gpus": head.get("GPU", 0)}
+        kwargs = {
+            "lanes": self._packer.lanes,
+            "cpus": head.get("CPU", 0),
+            "gpus": head.get("GPU", 0),
+            "audit": self._audit,
+        }
 
         def on_start(tracked: TrackedActor) -> None:
             worker.ready = True

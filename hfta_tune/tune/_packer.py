@@ -25,6 +25,8 @@ class HFTAPacker(TrialScheduler):
     Args:
         base_scheduler: Any Tune scheduler; FIFO by default.
         B: How many trials live in one worker.
+        audit: Compare the first fused step of every array with the same step of each trial in plain PyTorch; where
+            they differ, a warning says where, and those trials train one by one.
 
     Raises:
         ValueError: if B is no positive integer.
@@ -37,7 +39,7 @@ class HFTAPacker(TrialScheduler):
         'accuracy'
     """
 
-    def __init__(self, base_scheduler: TrialScheduler | None = None, *, B: int = 8) -> None:
+    def __init__(self, base_scheduler: TrialScheduler | None = None, *, B: int = 8, audit: bool = False) -> None:
         if isinstance(B, bool) or not hasattr(B, "__index__") or B < 1:
             raise ValueError(f"B, the number of trials in one worker, must be a positive integer but got {B!r}.")
         if base_scheduler is not None and not isinstance(base_scheduler, TrialScheduler):
@@ -53,6 +55,7 @@ class HFTAPacker(TrialScheduler):
         super().__init__()
         self._base_scheduler = base_scheduler if base_scheduler is not None else FIFOScheduler()
         self._lanes = int(B)
+        self._audit = bool(audit)
         self._executor: weakref.ref[LaneActorManager] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -93,7 +96,7 @@ class HFTAPacker(TrialScheduler):
         kind = trial.get_trainable_cls()
         if isinstance(kind, type) and issubclass(kind, FusedTrainable):
             check_hooks(kind)
-        self._executor = weakref.ref(pack_trials_of(tune_controller, self._lanes))
+        self._executor = weakref.ref(pack_trials_of(tune_controller, self._lanes, audit=self._audit))
         self._base_scheduler.on_trial_add(tune_controller, trial)
 
     def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:

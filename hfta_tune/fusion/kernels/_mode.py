@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from hfta_tune.fusion.kernels._autocast import cast_arguments
 from hfta_tune.fusion.kernels._linear import linear
 from hfta_tune.fusion.kernels._loss import cross_entropy
 from hfta_tune.fusion.kernels._norm import batch_norm
@@ -26,6 +28,20 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
 }
 
 
+def _inlined(function: Any) -> Callable[..., Any]:
+    """A function of torch.nn.functional that shows the mode the operations that it is made of, not itself."""
+    checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    scope = {**function.__globals__, **dict.fromkeys(checks, lambda *tensors: False)}
+    return types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+
+
+_INLINED: dict[Any, Callable[..., Any]] = {
+    function: _inlined(function)
+    for name in ("multi_head_attention_forward", "linear_cross_entropy")
+    if (function := getattr(F, name, None)) is not None  # older versions lack the latter
+}
+
+
 class LaneKernels(TorchFunctionMode):
     """While active, operations on stacked tensors under vmap use the kernels of this package.
 
@@ -35,9 +51,14 @@ class LaneKernels(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        args, kwargs = cast_arguments(func, args, kwargs or {})
         kernel = _KERNELS.get(func)
         if kernel is not None:
-            result = kernel(*args, **(kwargs or {}))
+            result = kernel(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        return func(*args, **(kwargs or {}))
+        inlined = _INLINED.get(func)
+        if inlined is not None:
+            with self:
+                return inlined(*args, **kwargs)
+        return func(*args, **kwargs)

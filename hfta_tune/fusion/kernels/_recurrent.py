@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from hfta_tune.fusion.kernels._autocast import autocast_dtype
 from hfta_tune.fusion.kernels._linear import LaneLinear
 from hfta_tune.fusion.kernels._linear import linear as _lane_linear
 from hfta_tune.fusion.kernels._rule import by_rule, is_batched, lanes_at
@@ -134,16 +135,19 @@ def _step_weight(weight: Tensor) -> Callable[[Tensor], Tensor]:
     The weight's gradient is one GEMM over all steps instead of a sum of one for each.
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
-        return lambda input: torch.bmm(input, weight.transpose(1, 2))
+        return lambda input: torch.bmm(input.to(weight.dtype), weight.transpose(1, 2))
     multiplications = _Multiplications()
     deferred = _Deferred.apply(weight, multiplications)
-    return lambda input: _Multiply.apply(input, deferred, multiplications)
+    return lambda input: _Multiply.apply(input.to(weight.dtype), deferred, multiplications)
 
 
 def _run_direction(
     cell: _Cell, input: Tensor, state: State, weights: Sequence[Tensor], has_biases: bool, reverse: bool
 ) -> tuple[Tensor, State]:
     """One layer in one direction over [lanes, time, samples, features]; every weight is [lanes, ...]."""
+    dtype = autocast_dtype(input)
+    if dtype is not None:
+        input, weights = input.to(dtype), [weight.to(dtype) for weight in weights]
     gates: Tensor = LaneLinear.apply(input.flatten(1, 2), weights[0])
     of_state = _step_weight(weights[1])
     projection = _step_weight(weights[-1]) if len(weights) in (3, 5) else None
@@ -217,6 +221,9 @@ def _layers(cell: _Cell) -> Callable[..., Any]:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    dtype = autocast_dtype(input)
+    if dtype is not None:
+        input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     result = _lane_linear(input, weight, bias)
     return F.linear(input, weight, bias) if result is NotImplemented else result
 
