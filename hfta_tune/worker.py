@@ -393,6 +393,7 @@ class Worker:
             self.device,
             options=trial.options,
             strategies=self._strategies if obstacle is None else (LANE_BY_LANE,),
+            pools=obstacle is None,
             compiled=self._compiled.setdefault((key[0], *key[2:]), {}),
             audit=(lambda found: self._warn_once(f"audit of {kind}: {found}.")) if self._audit else None,
         )

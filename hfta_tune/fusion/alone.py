@@ -14,7 +14,7 @@ from hfta_tune.fusion.lane import Lane
 from hfta_tune.fusion.optimizers import obstacle_of_optimizer
 from hfta_tune.fusion.options import Options
 
-__all__ = ["evaluate_lane", "train_lane"]
+__all__ = ["evaluate_lane", "step_lane", "train_lane"]
 
 
 def train_lane(
@@ -64,7 +64,8 @@ def _train(
                 raise no_graph(lane.name, loss)
             inputs = lane.trained_by(name)
             if inputs:
-                (loss / options.accumulate).backward(inputs=inputs, retain_graph=number < len(found))
+                share = loss if options.accumulate == 1 else loss / options.accumulate
+                share.backward(inputs=inputs, retain_graph=number < len(found))
             if update and lane.clipping is not None:
                 lane.clipping.clip(inputs)
         losses.update({name: loss.detach() for name, loss in found.items()})
@@ -83,9 +84,17 @@ def _train(
         return
     backward()
     if update:
+        step_lane(lane)
+
+
+def step_lane(lane: Lane) -> None:
+    """Step a lane's own optimizers; what they raise is put into its `error`."""
+    try:
         for optimizer in lane.optimizers.values():
             optimizer.step()
-            optimizer.zero_grad()
+    except Exception as error:
+        lane.error = error
+    lane.drop_gradients()
 
 
 def evaluate_lane(call: Callable[[], Any], lane: Lane, options: Options, device: torch.device) -> dict[str, Tensor]:

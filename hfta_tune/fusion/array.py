@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from hfta_tune.fusion.alone import evaluate_lane, train_lane
+from hfta_tune.fusion.alone import evaluate_lane, step_lane, train_lane
 from hfta_tune.fusion.audit import DrawsRandomNumbers, audit_compiled, audit_vmap
 from hfta_tune.fusion.batch import clone_batch, constants_of_batch, copy_changes, form_of_batch
 from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, VMAP, StrategyChoice
@@ -47,6 +48,7 @@ class FusedArray:
         device: Where the lanes' tensors are.
         options: How the lanes are trained.
         strategies: The candidates, of "vmap", "lane by lane" and "compiled".
+        pools: Whether lanes whose passes run one by one may have their optimizers step at once.
         compiled: Compiled steps of arrays with the same signature, by form; shared between arrays.
         audit: Where to say what the audit found; None trains without an audit.
 
@@ -60,6 +62,7 @@ class FusedArray:
         *,
         options: Options = _DEFAULTS,
         strategies: Sequence[str] = (VMAP, LANE_BY_LANE, COMPILED),
+        pools: bool = True,
         compiled: dict[Any, CompiledStep | None] | None = None,
         audit: Callable[[str], None] | None = None,
     ) -> None:
@@ -82,6 +85,7 @@ class FusedArray:
         self._bound_to: Updates | None = None
         self._surroundings: Hashable = ()
         self._bound = False
+        self._pools = pools
         self._values: dict[Lane, dict[str, Tensor]] = {}
         self._audit = audit
         self._audited: set[str] = set()
@@ -210,6 +214,7 @@ class FusedArray:
 
     def step_optimizers(self) -> None:
         """Step the optimizers by the accumulated gradients."""
+        self._stacked()
         self._use({}, update=True)
 
     def train_compiled(self, batch: Any, with_gradient: Iterable[str]) -> dict[str, Tensor] | None:
@@ -274,7 +279,8 @@ class FusedArray:
 
     def _use(self, gradients: dict[str, Tensor], update: bool) -> None:
         """Accumulate gradients, or step the optimizers by them and those that were accumulated."""
-        stack, optimizers = self._stacked()
+        stack, optimizers = self._stack, self._optimizers
+        assert stack is not None and optimizers is not None
         if stack.accumulated or not update:
             for name, gradient in gradients.items():
                 if name in stack.accumulated:
@@ -380,7 +386,8 @@ class FusedArray:
         if clipping is None or limits is None:
             return gradients
         clipped: dict[str, Tensor] = {}
-        for names in self._stacked()[1].trains.values():
+        assert self._optimizers is not None
+        for names in self._optimizers.trains.values():
             own = {name: gradients[name] for name in names if name in gradients}
             if own:
                 clipped.update(clip_lanes(own, limits, clipping.algorithm))
@@ -411,14 +418,55 @@ class FusedArray:
         }
 
     def _train_alone(self, step: Step, batch: Any, update: bool) -> dict[str, Tensor]:
-        if self._bound:
+        optimizers = self._pooled_optimizers()
+        if optimizers is None and self._bound:
             self._unstack()
         losses = []
         for lane, own in self._shares(batch):
             call = functools.partial(step, [lane], lane.model, own, self._values_of(lane))
-            losses.append(train_lane(call, lane, self.options, self._device, update=update))
+            alone = update and optimizers is None
+            losses.append(train_lane(call, lane, self.options, self._device, update=alone))
+        if optimizers is not None:
+            self._update_pooled(optimizers, update)
         given = [name for name in self.lanes[0].optimizers if all(name in own for own in losses)]
         return {name: torch.stack([own[name] for own in losses]) for name in given}
+
+    def _pooled_optimizers(self) -> ArrayOptimizers | None:
+        """Optimizers that step for all lanes at once, though each lane has its own forward and backward pass."""
+        if not self._pools or len(self.lanes) == 1:
+            return None
+        if self._stack is None or self._optimizers is None:
+            self._stack_up(whole=False)
+        assert self._optimizers is not None
+        if not self._optimizers.are_native:
+            self._pools = False
+            self._unstack()
+            return None
+        return self._optimizers
+
+    def _update_pooled(self, optimizers: ArrayOptimizers, update: bool) -> None:
+        """Use the gradients that the lanes' own backward passes left."""
+        sound = [lane for lane in self.lanes if lane.error is None]
+        gradients: dict[str, Tensor] = {}
+        for name in (name for names in optimizers.trains.values() for name in names):
+            own = [lane.model.get_parameter(name) for lane in self.lanes]
+            given = [lane.model.get_parameter(name).grad for lane in sound]
+            if all(gradient is None for gradient in given):
+                continue
+            if any(gradient is None or gradient.is_sparse for gradient in given):
+                self._pools = False  # what the lanes' own optimizers make of that is theirs alone
+                self._step_unpooled(update)
+                return
+            gradients[name] = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in own])
+        for lane in self.lanes:
+            lane.drop_gradients()
+        self._use(gradients, update)
+
+    def _step_unpooled(self, update: bool) -> None:
+        self._unstack()
+        for lane in self.lanes:
+            if update and lane.error is None:
+                step_lane(lane)
 
     @torch.no_grad()
     def evaluation_step(self, step: Step, batch: Any) -> list[dict[str, Tensor]] | dict[str, Tensor]:
@@ -448,22 +496,36 @@ class FusedArray:
             self._call_stacked(step, clone_batch(batch), finish)
 
     def _shares(self, batch: Any) -> Iterator[tuple[Lane, Any]]:
-        """Each lane with a batch that is its own to change; the last gets the original."""
-        for number, lane in enumerate(self.lanes, 1):
-            yield lane, batch if number == len(self.lanes) else clone_batch(batch)
+        """Each lane with the batch; what a lane's step does to it, the next one does not see."""
+        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        spare = [tensor.clone() for tensor in tensors]
+        for lane in self.lanes:
+            versions = [tensor._version for tensor in tensors]
+            yield lane, batch
+            if lane is not self.lanes[-1] and versions != [tensor._version for tensor in tensors]:
+                for tensor, original in zip(tensors, spare, strict=True):
+                    tensor.copy_(original)
 
     def _stacked(self) -> tuple[LaneStack, ArrayOptimizers]:
-        if self._stack is None or self._optimizers is None:
-            if self._template is None:  # before stacking: a copy of a view would copy all lanes
+        if self._stack is None or self._optimizers is None or not self._stack.whole:
+            if self._template is None:
+                if self._bound:  # a copy of a view would copy all lanes
+                    self._unstack()
                 try:
                     self._template = Template(self.lanes[0].model)
                 except Exception as error:
                     raise VmapFailed(error, "copying the model") from error
                 self._template.train(self._training_mode)
-            self._stack = LaneStack(self.lanes, self._device)
-            self._optimizers = ArrayOptimizers(self.lanes, self._stack)
-            self._bound = True
+            self._stack_up(whole=True)
+        assert self._stack is not None and self._optimizers is not None
         return self._stack, self._optimizers
+
+    def _stack_up(self, *, whole: bool) -> None:
+        if self._stack is not None:
+            self._unstack()
+        self._stack = LaneStack(self.lanes, self._device, whole=whole)
+        self._optimizers = ArrayOptimizers(self.lanes, self._stack)
+        self._bound = True
 
     def _unstack(self) -> None:
         if self._stack is not None:

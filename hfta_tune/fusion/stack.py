@@ -51,6 +51,7 @@ class LaneStack:
 
     Attributes:
         lanes: The lanes; lane i owns row i of every tensor.
+        whole: Whether the buffers are stacked too.
         parameters: {name: leaf of shape [lanes, ...]}, with requires_grad as in the lanes' models.
         buffers: {name: [lanes, ...]}.
         carried: {name: [lanes]}: what the template's own modules read a lane (the p of dropouts).
@@ -59,8 +60,9 @@ class LaneStack:
         accumulated: {name: [lanes, ...]}: gradients of the batches since the optimizers' last step.
     """
 
-    def __init__(self, lanes: Sequence[Lane], device: torch.device) -> None:
+    def __init__(self, lanes: Sequence[Lane], device: torch.device, *, whole: bool = True) -> None:
         self.lanes = list(lanes)
+        self.whole = whole
         first = self.lanes[0]
         self.parameters: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}
@@ -72,7 +74,7 @@ class LaneStack:
                 self.parameters[name] = torch.stack([row.data for row in rows]).contiguous()
                 self._bind(rows, self.parameters[name])
                 self.parameters[name].requires_grad_(parameter.requires_grad)
-            for name, _ in first.buffers():
+            for name, _ in first.buffers() if whole else ():
                 own = [lane.model.get_buffer(name) for lane in self.lanes]
                 self.buffers[name] = torch.stack([row.data for row in own]).contiguous()
                 self._bind(own, self.buffers[name])

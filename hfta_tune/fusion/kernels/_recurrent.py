@@ -1,7 +1,6 @@
 """Recurrent layers, which have no batching rule, as batched GEMMs over the lanes.
 
-A layer is one GEMM over all time steps for its input, then one a time step for its state; the gradients of
-both weights are one GEMM over all time steps each.
+A layer is one batched GEMM a time step, and the gradient of its weights is one over all time steps.
 Formulas: torch's documentation of torch.nn.RNN, LSTM and GRU, and of their cells.
 """
 
@@ -32,12 +31,13 @@ class _Cell:
     """A recurrent cell.
 
     Attributes:
-        step: step(gates of the input, gates of the state, state) -> next state, its first entry the output.
+        step: step(gates of the input, gates of the state, state) -> next state, its first entry the output. A
+            cell that reads nothing but the sum of its gates: step(sum, state).
         states: How many tensors a state has.
-        sums: Whether `step` reads nothing but the sum of the two kinds of gates.
+        sums: Whether it reads nothing but the sum of its gates.
     """
 
-    step: Callable[[Tensor, Tensor, State], State]
+    step: Callable[..., State]
     states: int
     sums: bool
 
@@ -47,8 +47,8 @@ def _tanh(input: Tensor) -> Tensor:
     return 2 * (2 * input).sigmoid() - 1 if input.device.type == "cpu" else input.tanh()
 
 
-def _lstm_step(of_input: Tensor, of_state: Tensor, state: State) -> State:
-    take, forget, new, show = (of_input + of_state).chunk(4, -1)
+def _lstm_step(gates: Tensor, state: State) -> State:
+    take, forget, new, show = gates.chunk(4, -1)
     cell = forget.sigmoid() * state[1] + take.sigmoid() * _tanh(new)
     return show.sigmoid() * _tanh(cell), cell
 
@@ -61,12 +61,12 @@ def _gru_step(of_input: Tensor, of_state: Tensor, state: State) -> State:
     return ((1 - update) * new + update * state[0],)
 
 
-def _tanh_step(of_input: Tensor, of_state: Tensor, state: State) -> State:
-    return (_tanh(of_input + of_state),)
+def _tanh_step(gates: Tensor, state: State) -> State:
+    return (_tanh(gates),)
 
 
-def _relu_step(of_input: Tensor, of_state: Tensor, state: State) -> State:
-    return ((of_input + of_state).relu(),)
+def _relu_step(gates: Tensor, state: State) -> State:
+    return (gates.relu(),)
 
 
 _LSTM, _GRU = _Cell(_lstm_step, 2, sums=True), _Cell(_gru_step, 1, sums=False)
@@ -87,58 +87,72 @@ class _Multiplications:
     def keep_gradient(self, step: int, gradient: Tensor) -> None:
         self._gradients[step] = (torch._C._current_graph_task_id(), gradient)
 
-    def gradient(self) -> Tensor | None:
-        """The weight's gradient in this backward pass; another pass may have left gradients behind."""
+    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """Those of weight and bias in this backward pass; another pass may have left gradients behind."""
         this = torch._C._current_graph_task_id()
         kept = [(step, gradient) for step, (task, gradient) in self._gradients.items() if task == this]
         self._gradients.clear()
         if not kept:
-            return None
+            return None, None
         of_results = torch.cat([gradient for _, gradient in kept], 1)
         inputs = torch.cat([self._inputs[step] for step, _ in kept], 1)
-        return torch.bmm(of_results.transpose(1, 2), inputs)
+        return torch.bmm(of_results.transpose(1, 2), inputs), of_results.sum(1, keepdim=True)
 
 
 class _Deferred(torch.autograd.Function):
-    """The weight as it is; its backward pass runs after those of all multiplications."""
+    """Weight and bias as they are; its backward pass runs after those of all multiplications."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, multiplications: _Multiplications) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, multiplications: _Multiplications) -> Any:
         ctx.multiplications = multiplications
         ctx.set_materialize_grads(False)
-        return weight.view_as(weight)
+        return weight.view_as(weight), None if bias is None else bias.view_as(bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        return ctx.multiplications.gradient(), None
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        of_weight, of_bias = ctx.multiplications.gradients()
+        return of_weight, of_bias if ctx.needs_input_grad[1] else None, None
 
 
 class _Multiply(torch.autograd.Function):
+    """[lanes, samples, in] times [lanes, out, in], plus a bias; the input is in two parts, the first maybe empty."""
+
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, multiplications: _Multiplications) -> Tensor:
-        ctx.multiplications, ctx.step = multiplications, multiplications.keep_input(input.detach())
+    def forward(
+        ctx: Any, first: Tensor | None, second: Tensor, weight: Tensor, bias: Tensor | None, left: _Multiplications
+    ) -> Tensor:
+        input = second if first is None else torch.cat([first, second], 2)
+        ctx.left, ctx.step = left, left.keep_input(input.detach())
+        ctx.width = input.shape[2] - second.shape[2]
         ctx.save_for_backward(weight)
-        return torch.bmm(input, weight.transpose(1, 2))
+        result = torch.bmm(input, weight.transpose(1, 2))
+        return result if bias is None else result + bias
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (weight,) = ctx.saved_tensors
-        ctx.multiplications.keep_gradient(ctx.step, gradient)
-        return torch.bmm(gradient, weight) if ctx.needs_input_grad[0] else None, None, None
+        ctx.left.keep_gradient(ctx.step, gradient)
+        of_first = torch.bmm(gradient, weight[..., : ctx.width]) if ctx.needs_input_grad[0] else None
+        of_second = torch.bmm(gradient, weight[..., ctx.width :]) if ctx.needs_input_grad[1] else None
+        return of_first, of_second, None, None, None
 
 
-def _step_weight(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return multiply([lanes, samples, in]) -> [lanes, samples, out] for a weight of all time steps.
+def _step_weight(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor | None, Tensor], Tensor]:
+    """Return multiply([lanes, samples, in] in two parts) -> [lanes, samples, out] for a weight of all time steps.
 
     The weight's gradient is one GEMM over all steps instead of a sum of one for each.
     """
-    if not (torch.is_grad_enabled() and weight.requires_grad):
-        return lambda input: torch.bmm(input.to(weight.dtype), weight.transpose(1, 2))
-    multiplications = _Multiplications()
-    deferred = _Deferred.apply(weight, multiplications)
-    return lambda input: _Multiply.apply(input.to(weight.dtype), deferred, multiplications)
+    left = _Multiplications()
+    if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (weight, bias)):
+        weight, bias = _Deferred.apply(weight, bias, left)
+
+    def multiply(first: Tensor | None, second: Tensor) -> Tensor:
+        result: Tensor = _Multiply.apply(first, second.to(weight.dtype), weight, bias, left)
+        return result
+
+    return multiply
 
 
 def _run_direction(
@@ -148,21 +162,23 @@ def _run_direction(
     dtype = autocast_dtype(input)
     if dtype is not None:
         input, weights = input.to(dtype), [weight.to(dtype) for weight in weights]
-    gates: Tensor = LaneLinear.apply(input.flatten(1, 2), weights[0])
-    of_state = _step_weight(weights[1])
+    biases = [bias.unsqueeze(1) for bias in weights[2:4]] if has_biases else None
     projection = _step_weight(weights[-1]) if len(weights) in (3, 5) else None
-    bias_of_state = None
-    if has_biases:
-        bias = weights[2] + weights[3] if cell.sums else weights[2]
-        gates = gates + bias.unsqueeze(1)
-        bias_of_state = None if cell.sums else weights[3].unsqueeze(1)
-    steps = gates.unflatten(1, input.shape[1:3]).unbind(1)
+    if cell.sums:
+        gates_of = _step_weight(torch.cat([weights[0], weights[1]], 2), None if biases is None else sum(biases))  # type: ignore[arg-type]
+        steps = input.unbind(1)
+    else:
+        of_input: Tensor = LaneLinear.apply(input.flatten(1, 2), weights[0])
+        gates_of = _step_weight(weights[1], None if biases is None else biases[1])
+        steps = (of_input if biases is None else of_input + biases[0]).unflatten(1, input.shape[1:3]).unbind(1)
     outputs: list[Tensor] = []
-    for gate in reversed(steps) if reverse else steps:
-        from_state = of_state(state[0])
-        state = cell.step(gate, from_state if bias_of_state is None else from_state + bias_of_state, state)
+    for step in reversed(steps) if reverse else steps:
+        if cell.sums:
+            state = cell.step(gates_of(step, state[0]), state)
+        else:
+            state = cell.step(step, gates_of(None, state[0]), state)
         if projection is not None:
-            state = (projection(state[0]), *state[1:])
+            state = (projection(None, state[0]), *state[1:])
         outputs.append(state[0])
     return torch.stack(outputs[::-1] if reverse else outputs, 1), state
 
@@ -240,7 +256,8 @@ def _single(cell: _Cell) -> Callable[..., Any]:
         if not is_batched(w_ih):
             return NotImplemented
         state = tuple(hx) if cell.states > 1 else (hx,)
-        state = cell.step(_linear(input, w_ih, b_ih), _linear(state[0], w_hh, b_hh), state)
+        gates = _linear(input, w_ih, b_ih), _linear(state[0], w_hh, b_hh)
+        state = cell.step(gates[0] + gates[1], state) if cell.sums else cell.step(*gates, state)
         return state if cell.states > 1 else state[0]
 
     return run

@@ -38,6 +38,8 @@ _NATIVE: tuple[type[NativeOptimizer], ...] = (
     FusedRprop,
 )
 
+_OBSTACLES: dict[type[Optimizer], str | None] = {}
+
 
 def fuse_optimizer(lanes: Sequence[Lane], stack: LaneStack, name: str = ONLY) -> FusedOptimizer:
     """Return the best optimizer in the place of the lanes' own called `name`: a native one, or those on views."""
@@ -57,8 +59,9 @@ def form_of_optimizer(optimizer: Optimizer) -> Hashable:
 
 def obstacle_of_optimizer(optimizer: Optimizer) -> str | None:
     """Return why an optimizer's trials must train lane by lane, or None."""
-    parameters = inspect.signature(type(optimizer).step).parameters
-    closure = parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        return f"{type(optimizer).__name__}.step evaluates the loss itself, through a closure"
-    return None
+    kind = type(optimizer)
+    if kind not in _OBSTACLES:
+        closure = inspect.signature(kind.step).parameters.get("closure")
+        needed = closure is not None and closure.default is inspect.Parameter.empty
+        _OBSTACLES[kind] = f"{kind.__name__}.step evaluates the loss itself, through a closure" if needed else None
+    return _OBSTACLES[kind]
