@@ -68,7 +68,8 @@ def _train(
                 share.backward(inputs=inputs, retain_graph=number < len(found))
             if update and lane.clipping is not None:
                 lane.clipping.clip(inputs)
-        losses.update({name: loss.detach() for name, loss in found.items()})
+        for name, loss in found.items():
+            losses.setdefault(name, loss.detach())  # an optimizer may evaluate the loss again, at other weights
         return next(iter(found.values()))
 
     for optimizer in lane.optimizers.values():
