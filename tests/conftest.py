@@ -2,9 +2,51 @@
 
 from __future__ import annotations
 
+import shutil
+from typing import Any
+
 import pytest
+
+from hfta_tune.fusion import COMPILED, LANE_BY_LANE
+from hfta_tune.fusion.choice import StrategyChoice
+from hfta_tune.fusion.compiled import BoundStep
 
 
 @pytest.fixture(autouse=True)
 def fused_where_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HFTA_TUNE_STRATEGY", "vmap")
+
+
+@pytest.fixture
+def always_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile once everything is measured, and prefer the compiled step; vmap comes next."""
+    if not any(map(shutil.which, ("g++", "c++", "clang++"))):
+        pytest.skip("inductor needs a C++ compiler")
+    monkeypatch.setenv("HFTA_TUNE_STRATEGY", "auto")
+    real = StrategyChoice.strategy
+
+    def strategy(self: StrategyChoice, lanes: int) -> str:
+        chosen = real(self, lanes)
+        return COMPILED if COMPILED in self.candidates and lanes > 1 else chosen
+
+    def record(self: StrategyChoice, strategy: str, seconds: float) -> None:
+        note(self, strategy, 1e3 if strategy == LANE_BY_LANE else seconds)
+
+    note = StrategyChoice.record
+    monkeypatch.setattr(StrategyChoice, "strategy", strategy)
+    monkeypatch.setattr(StrategyChoice, "record", record)
+
+
+@pytest.fixture
+def compiled_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of lanes of each step that a compiled function has trained."""
+    taken: list[int] = []
+    real = BoundStep.__call__
+
+    def call(self: BoundStep, batch: Any) -> Any:
+        result = real(self, batch)
+        taken.append(len(next(iter(result[0].values()))))
+        return result
+
+    monkeypatch.setattr(BoundStep, "__call__", call)
+    return taken

@@ -34,6 +34,7 @@ __all__ = ["FusedArray"]
 logger = logging.getLogger(__name__)
 
 _DEFAULTS = Options()
+_NO_UPDATES: Updates = {}
 
 
 class FusedArray:
@@ -77,9 +78,9 @@ class FusedArray:
         self._can_vmap_evaluation = VMAP in strategies
         self._training_mode = True
         self._proven: set[Any] = set()
-        self._proven_compiled: set[Any] = set()
+        self._proven_compiled: dict[Any, frozenset[str]] = {}
         self._seen: Counter[Any] = Counter()
-        self._usual: tuple[Step, Any] | None = None
+        self._usual: tuple[Step, Any, frozenset[str]] | None = None
         self._with_gradient: frozenset[str] = frozenset()
         self._bound_steps: dict[Any, BoundStep | None] = {}
         self._bound_to: Updates | None = None
@@ -173,7 +174,9 @@ class FusedArray:
         if strategy == COMPILED:
             bound = self._bound_step(batch)
             if bound is None:  # lanes have changed, or no step was compiled for such a batch
-                return self._train_vmap(step, batch, update)
+                losses = self._train_vmap(step, batch, update)
+                self._proven_compiled[form_of_batch(batch), constants_of_batch(batch)] = self._with_gradient
+                return losses
             run = functools.partial(self._train_compiled, bound, batch, update)
         else:
             train = self._train_vmap if strategy == VMAP else self._train_alone
@@ -224,8 +227,7 @@ class FusedArray:
             batch: What to train on.
             with_gradient: The names of the parameters that have a gradient.
         """
-        self._with_gradient = frozenset(with_gradient)
-        self._proven_compiled.add((form_of_batch(batch), constants_of_batch(batch)))
+        self._proven_compiled[form_of_batch(batch), constants_of_batch(batch)] = frozenset(with_gradient)
         bound = self._bound_step(batch)
         return None if bound is None else self._train_compiled(bound, batch, update=True)
 
@@ -255,9 +257,8 @@ class FusedArray:
         """
         if self._usual is None or not self._choice.compiling_pays(len(self.lanes), steps_left):
             return None
-        step, batch = self._usual
         begin = self._now()
-        there = self._compile(step, batch)
+        there = self._compile(*self._usual)
         seconds = self._now() - begin
         self._choice.compiled(seconds, there=there)
         return seconds
@@ -270,6 +271,7 @@ class FusedArray:
     def _train_vmap(self, step: Step, batch: Any, update: bool) -> dict[str, Tensor]:
         with self._unchanged_buffers(on=torch.OutOfMemoryError):
             losses, gradients = self._attempt(step, batch, self._fused_gradients)
+        self._with_gradient = frozenset(gradients)
         try:
             self._use(gradients, update)
         except torch.OutOfMemoryError as error:
@@ -291,8 +293,7 @@ class FusedArray:
                 return
             gradients, stack.accumulated = stack.accumulated, {}
         gradients = self._clipped(gradients, stack.limits)
-        self._with_gradient = frozenset(gradients)
-        optimizers.apply(stack.parameters, gradients, optimizers.prepare(self._with_gradient))
+        optimizers.apply(stack.parameters, gradients, optimizers.prepare(frozenset(gradients)))
         optimizers.step_views(gradients)
 
     def _note_usual(self, step: Step, batch: Any) -> None:
@@ -300,16 +301,15 @@ class FusedArray:
         form = form_of_batch(batch)
         self._seen[form] += 1
         if self._seen[form] >= max(self._seen.values()):
-            self._usual = (step, batch)
+            self._usual = (step, batch, self._with_gradient)
 
     def _bound_step(self, batch: Any) -> BoundStep | None:
         """The compiled step for a batch, with this array's tensors; None if there is none."""
         form = form_of_batch(batch), constants_of_batch(batch)
         if form not in self._proven_compiled:
             # The user's code is run once to see these lanes, and what it reads of their configs.
-            self._proven_compiled.add(form)
             return None
-        updates = self._prepared()
+        updates = self._prepared(self._proven_compiled[form])
         if self._bound_to is not updates:
             self._bound_steps.clear()
             self._bound_to = updates
@@ -332,12 +332,12 @@ class FusedArray:
         """Whether a compiled step has the optimizers' step in it."""
         return self.options.accumulate == 1 and self._stacked()[1].are_native
 
-    def _prepared(self) -> Updates:
-        return self._stacked()[1].prepare(self._with_gradient) if self._compiles_updates else {}
+    def _prepared(self, with_gradient: frozenset[str]) -> Updates:
+        return self._stacked()[1].prepare(with_gradient) if self._compiles_updates else _NO_UPDATES
 
-    def _compile(self, step: Step, batch: Any) -> bool:
+    def _compile(self, step: Step, batch: Any, with_gradient: frozenset[str]) -> bool:
         """Compile the training step for batches of this form; return whether it is there."""
-        updates = self._prepared()
+        updates = self._prepared(with_gradient)
         form = self._step_form(batch, updates)
         if form not in self._compiled:
             try:

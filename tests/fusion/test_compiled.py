@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import pytest
@@ -13,13 +12,8 @@ from trainables import Points
 
 from hfta_tune import FusedTrainable, Worker
 from hfta_tune.fusion import COMPILED
-from hfta_tune.fusion.choice import StrategyChoice
-from hfta_tune.fusion.compiled import BoundStep
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="inductor needs a C++ compiler"),
-]
+pytestmark = pytest.mark.slow
 
 
 class Normed(Points):
@@ -81,34 +75,6 @@ class Counting(Points):
     def training_step(self, model: nn.Module, batch: Any, config: dict[str, Any]) -> torch.Tensor:
         self.calls += 1
         return super().training_step(model, batch, config) / self.calls
-
-
-@pytest.fixture
-def always_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile once everything is measured, and prefer the compiled step."""
-    monkeypatch.setenv("HFTA_TUNE_STRATEGY", "auto")
-    real = StrategyChoice.strategy
-
-    def strategy(self: StrategyChoice, lanes: int) -> str:
-        chosen = real(self, lanes)
-        return COMPILED if COMPILED in self.candidates and lanes > 1 else chosen
-
-    monkeypatch.setattr(StrategyChoice, "strategy", strategy)
-
-
-@pytest.fixture
-def compiled_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of lanes of each step that a compiled function has trained."""
-    taken: list[int] = []
-    real = BoundStep.__call__
-
-    def call(self: BoundStep, batch: Any) -> Any:
-        result = real(self, batch)
-        taken.append(len(next(iter(result[0].values()))))
-        return result
-
-    monkeypatch.setattr(BoundStep, "__call__", call)
-    return taken
 
 
 @pytest.mark.parametrize("kind", [Normed, Viewed, Momentum])
