@@ -65,8 +65,9 @@ def _train(
             inputs = lane.trained_by(name)
             if inputs:
                 (loss / options.accumulate).backward(inputs=inputs, retain_graph=number < len(found))
-            if update and lane.clipping is not None:
-                lane.clipping.clip(inputs)
+        if update and lane.clipping is not None:
+            for name in lane.optimizers:
+                lane.clipping.clip(lane.trained_by(name))
         losses.update({name: loss.detach() for name, loss in found.items()})
         return next(iter(found.values()))
 
