@@ -46,11 +46,18 @@ class Data:
         """
         if steps is None:
             return self.train
-        if steps not in self._cursors:
-            self._cursors[steps] = _endless(self.train)
-            skipped = itertools.islice(self._cursors[steps], round_number * steps)
-            collections.deque(skipped, maxlen=0)
-        return itertools.islice(self._cursors[steps], steps)
+        return self._next_batches(steps, round_number)
+
+    def _next_batches(self, steps: int, round_number: int) -> Iterator[Any]:
+        try:
+            if steps not in self._cursors:
+                self._cursors[steps] = _endless(self.train)
+                skipped = itertools.islice(self._cursors[steps], round_number * steps)
+                collections.deque(skipped, maxlen=0)
+            yield from itertools.islice(self._cursors[steps], steps)
+        except Exception:  # an iterator that has raised gives nothing more; trials to come begin another
+            self._cursors.pop(steps, None)
+            raise
 
     def serves(self, trainable: Any, config: Mapping[Any, Any]) -> bool:
         """Whether the hooks of this trial would read the same and so build the same loaders."""

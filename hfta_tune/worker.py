@@ -343,7 +343,7 @@ class Worker:
             trial.keys_known = len(steps.keys)
             trial.key = (
                 type(trial.trainable),
-                trial.data,
+                (trial.data, trial.steps_per_round),
                 trial.model_signature.key,
                 trial.optimizer_form,
                 trial.options,

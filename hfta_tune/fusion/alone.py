@@ -66,8 +66,9 @@ def _train(
             if inputs:
                 share = loss if options.accumulate == 1 else loss / options.accumulate
                 share.backward(inputs=inputs, retain_graph=number < len(found))
-            if update and lane.clipping is not None:
-                lane.clipping.clip(inputs)
+        if update and lane.clipping is not None:
+            for name in lane.optimizers:
+                lane.clipping.clip(lane.trained_by(name))
         for name, loss in found.items():
             losses.setdefault(name, loss.detach())  # an optimizer may evaluate the loss again, at other weights
         return next(iter(found.values()))

@@ -77,7 +77,7 @@ class FusedArray:
         self._compiled: dict[Any, CompiledStep | None] = {} if compiled is None else compiled
         self._can_vmap_evaluation = VMAP in strategies
         self._training_mode = True
-        self._proven: set[Any] = set()
+        self._proven: dict[Any, bool] = {}
         self._proven_compiled: dict[Any, frozenset[str]] = {}
         self._seen: Counter[Any] = Counter()
         self._usual: tuple[Step, Any, frozenset[str]] | None = None
@@ -269,7 +269,7 @@ class FusedArray:
         return time.perf_counter()
 
     def _train_vmap(self, step: Step, batch: Any, update: bool) -> dict[str, Tensor]:
-        with self._unchanged_buffers(on=torch.OutOfMemoryError):
+        with self._unchanged_buffers(on=Exception):
             losses, gradients = self._attempt(step, batch, self._fused_gradients)
         self._with_gradient = frozenset(gradients)
         try:
@@ -542,18 +542,22 @@ class FusedArray:
 
     def _attempt(self, step: Step, batch: Any, fused: Callable[[Step, Any], Any]) -> Any:
         form = (fused.__name__, form_of_batch(batch))
-        if form in self._proven:
+        changes_batch = self._proven.get(form)
+        if changes_batch is False:
             return self._explained(fused, step, batch)
-        # The first attempt may stop half-way, and what it changed must not be seen by the next one.
+        # An attempt may stop half-way, and what it changed must not be seen by the next one.
         tried = clone_batch(batch)
+        if changes_batch:
+            result = self._explained(fused, step, tried)
+            copy_changes(tried, batch)
+            return result
         with self._unchanged_buffers(on=Exception):
             before = self._python_state()
             result = self._explained(fused, step, tried)
             if self._python_state() != before:
                 error = RuntimeError("a module changes an attribute in its forward pass; keep it in a buffer")
                 raise VmapFailed(error, "the model")
-        copy_changes(tried, batch)
-        self._proven.add(form)
+        self._proven[form] = copy_changes(tried, batch)
         return result
 
     def _python_state(self) -> Any:

@@ -30,8 +30,11 @@ def clone_batch(batch: Any) -> Any:
     return pytree.tree_map_only(Tensor, torch.clone, batch)
 
 
-def copy_changes(tried: Any, batch: Any) -> None:
-    """Do to `batch` what a step did to its copy."""
+def copy_changes(tried: Any, batch: Any) -> bool:
+    """Do to `batch` what a step did to its copy; return whether that was anything."""
+    changed = False
     for new, old in zip(pytree.tree_leaves(tried), pytree.tree_leaves(batch), strict=True):
         if isinstance(new, Tensor) and new._version:
             old.copy_(new)
+            changed = True
+    return changed

@@ -27,6 +27,8 @@ class Clipping:
 
     def clip(self, parameters: Sequence[nn.Parameter]) -> None:
         """Clip the gradients of one lane's own parameters in place."""
+        if all(parameter.grad is None for parameter in parameters):  # of which torch can make a problem
+            return
         if self.algorithm == "norm":
             nn.utils.clip_grad_norm_(parameters, self.limit)
         else:
