@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hfta_tune.fusion.alone import evaluate_lane, step_lane, train_lane
-from hfta_tune.fusion.audit import DrawsRandomNumbers, audit_compiled, audit_vmap
+from hfta_tune.fusion.audit import NotAuditable, audit_compiled, audit_vmap
 from hfta_tune.fusion.batch import clone_batch, constants_of_batch, copy_changes, form_of_batch
 from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, VMAP, StrategyChoice
 from hfta_tune.fusion.clipping import clip_lanes
@@ -197,8 +197,8 @@ class FusedArray:
         try:
             with torch.random.fork_rng(devices=devices):
                 difference = audit(self.lanes, self.options, step, batch, self._array_of_copies)
-        except DrawsRandomNumbers:
-            self._audit("the step draws random numbers besides its Dropout modules', so it could not be audited")
+        except NotAuditable as error:
+            self._audit(f"{error}, so it could not be audited")
         else:
             if difference is not None:
                 self._audit(f"{difference}; its array goes on lane by lane")

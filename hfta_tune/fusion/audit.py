@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hfta_tune.fusion.alone import train_lane
 from hfta_tune.fusion.batch import clone_batch
+from hfta_tune.fusion.failure import first_line
 from hfta_tune.fusion.lane import Lane
 from hfta_tune.fusion.options import Options
 from hfta_tune.fusion.vmapped import Step
@@ -20,17 +22,24 @@ from hfta_tune.fusion.vmapped import Step
 if TYPE_CHECKING:
     from hfta_tune.fusion.array import FusedArray
 
-__all__ = ["Difference", "DrawsRandomNumbers", "audit_compiled", "audit_vmap"]
+__all__ = ["Difference", "NotAuditable", "audit_compiled", "audit_vmap"]
 
-# Float32 sums of some thousand terms, in another order, part by about this much of their largest.
+# Sums of some thousand terms, in another order, part by about this much of their largest.
 _RELATIVE = 1e-3
+_RELATIVE_LOWER = 5e-2  # in bfloat16 or float16
 _ABSOLUTE = 1e-6
+# Updates are differences of parameters, which are rounded a few times.
+_ROUNDINGS = 4
 # Elements whose gradient is rounding only: an adaptive optimizer makes whole steps of it, in any direction.
 _ROUNDING = 1e-3
 
 
-class DrawsRandomNumbers(Exception):
-    """The step draws random numbers that cannot be switched off, so no two runs of it agree."""
+class NotAuditable(Exception):
+    """Why no two runs of a step can be compared, as a clause."""
+
+
+def _draws_random_numbers() -> NotAuditable:
+    return NotAuditable("the step draws random numbers besides its Dropout modules'")
 
 
 ArrayOf: TypeAlias = Callable[[Sequence[Lane], Options], "FusedArray"]
@@ -72,7 +81,7 @@ def audit_vmap(lanes: Sequence[Lane], options: Options, step: Step, batch: Any, 
         array_of: array_of(lanes, options) -> an empty array's worth of them, to train under vmap.
 
     Raises:
-        DrawsRandomNumbers: if the step draws random numbers besides.
+        NotAuditable: if the step draws random numbers besides, or a lane cannot be copied.
         VmapFailed: if it does not run under vmap.
     """
     options = replace(options, accumulate=max(2, options.accumulate))  # so that gradients are kept
@@ -87,8 +96,9 @@ def audit_vmap(lanes: Sequence[Lane], options: Options, step: Step, batch: Any, 
         if lane.error is not None:
             return None  # it fails alone too, and will be told so
     if not torch.equal(_random_state(device), before):
-        raise DrawsRandomNumbers
+        raise _draws_random_numbers()
     array = array_of(fused, options)
+    relative = _relative(lanes, options)
 
     def step_of_copies(members: Sequence[Lane], model: nn.Module, batch: Any, values: Mapping[Any, Tensor]) -> Any:
         return step([originals[member] for member in members], model, batch, values)
@@ -99,24 +109,25 @@ def audit_vmap(lanes: Sequence[Lane], options: Options, step: Step, batch: Any, 
     def differences() -> Iterator[Difference | None]:
         for row, (own, other) in enumerate(zip(alone, fused, strict=True)):
             for name, loss in expected[row].items():
-                yield _difference(own.name, f"the loss {name!r}" if name else "the loss", loss, got[name][row])
+                yield _difference(
+                    own.name, f"the loss {name!r}" if name else "the loss", loss, got[name][row], relative
+                )
             of_own = {name: parameter.grad for name, parameter in own.parameters()}
             for name, gradient in of_own.items():
                 one = torch.zeros(()) if gradient is None else gradient
-                yield _difference(
-                    own.name, f"the gradient of {name!r}", one, gradients[name][row] if name in gradients else one * 0
-                )
-            yield from _of_tensors(own, other, "buffer")
+                its = gradients[name][row] if name in gradients else one * 0
+                yield _difference(own.name, f"the gradient of {name!r}", one, its, relative)
+            yield from _of_buffers(own, other, relative)
+        started = [_parameters(own) for own in alone]
         for row, own in enumerate(alone):
             for name, parameter in own.parameters():
                 parameter.grad = gradients[name][row].clone() if name in gradients else None
-            for name, optimizer in own.optimizers.items():
-                if own.clipping is not None:
-                    own.clipping.clip(own.trained_by(name))
-                optimizer.step()
+            _step(own)
         array.step_optimizers()
-        for own, other in zip(alone, fused, strict=True):
-            yield from _of_tensors(own, other, "parameter")
+        for own, other, before in zip(alone, fused, started, strict=True):
+            theirs = dict(other.parameters())
+            for name, parameter in own.parameters():
+                yield _of_update(own.name, name, before[name], parameter, theirs[name], _RELATIVE)
 
     return next(filter(None, differences()), None)
 
@@ -126,7 +137,9 @@ def audit_compiled(
 ) -> Difference | None:
     """Train copies of lanes on a batch, under vmap and by the compiled step, and compare them; as `audit_vmap`."""
     if any(_draws_inside(lane.model) for lane in lanes):
-        raise DrawsRandomNumbers
+        raise _draws_random_numbers()
+    relative = _relative(lanes, options)
+    started = [_parameters(lane) for lane in lanes]
     vmapped, compiled, probe = _copies(lanes), _copies(lanes), _copies(lanes)
     originals = dict(zip((*vmapped, *probe), (*lanes, *lanes), strict=True))
 
@@ -144,14 +157,17 @@ def audit_compiled(
     def differences() -> Iterator[Difference | None]:
         for row, (own, other) in enumerate(zip(vmapped, compiled, strict=True)):
             for name, losses in expected.items():
-                yield _difference(own.name, f"the loss {name!r}" if name else "the loss", losses[row], got[name][row])
-            yield from _of_tensors(own, other, "buffer")
+                what = f"the loss {name!r}" if name else "the loss"
+                yield _difference(own.name, what, losses[row], got[name][row], relative)
+            yield from _of_buffers(own, other, relative)
             theirs = dict(other.parameters())
             for name, parameter in own.parameters():
                 if name in gradients:
                     sizes = gradients[name][row].abs()
                     counts = sizes > _ROUNDING * sizes.max()
-                    yield _difference(own.name, f"the parameter {name!r}", parameter[counts], theirs[name][counts])
+                    before = started[row][name][counts]
+                    # Adaptive optimizers magnify the rounding of small gradients.
+                    yield _of_update(own.name, name, before, parameter[counts], theirs[name][counts], 10 * relative)
 
     return next(filter(None, differences()), None)
 
@@ -160,7 +176,12 @@ def _copies(lanes: Sequence[Lane]) -> list[Lane]:
     """Copy lanes, without dropout, whose draws nobody could compare."""
     copies = []
     for lane in lanes:
-        model, optimizers = copy.deepcopy((lane.model, lane.optimizers))
+        memo: dict[int, Any] = {}
+        try:
+            model = copy.deepcopy(lane.model, memo)
+            optimizers = {name: _copy_of(optimizer, memo) for name, optimizer in lane.optimizers.items()}
+        except Exception as error:
+            raise NotAuditable(f"model and optimizer cannot be copied ({first_line(error)})") from error
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = 0.0
@@ -168,6 +189,34 @@ def _copies(lanes: Sequence[Lane]) -> list[Lane]:
                 module.dropout = 0.0
         copies.append(Lane(lane.name, model, optimizers, {}, lane.values, lane.clipping))
     return copies
+
+
+def _copy_of(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """Copy an optimizer; torch's way of copying leaves out what a class of the user's own keeps besides."""
+    copied = copy.deepcopy(optimizer, memo)
+    for name, value in vars(optimizer).items():
+        if name not in vars(copied) and name != "step":  # a scheduler wraps it, for the original
+            setattr(copied, name, copy.deepcopy(value, memo))
+    return copied
+
+
+def _step(lane: Lane) -> None:
+    for name, optimizer in lane.optimizers.items():
+        if lane.clipping is not None:
+            lane.clipping.clip(lane.trained_by(name))
+        try:
+            optimizer.step()
+        except Exception as error:
+            raise NotAuditable(f"a copy of {type(optimizer).__name__} does not step ({first_line(error)})") from error
+
+
+def _relative(lanes: Sequence[Lane], options: Options) -> float:
+    lower = any(parameter.dtype in (torch.bfloat16, torch.float16) for _, parameter in lanes[0].parameters())
+    return _RELATIVE_LOWER if lower or options.precision == "bf16" else _RELATIVE
+
+
+def _parameters(lane: Lane) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in lane.parameters()}
 
 
 def _draws_inside(model: nn.Module) -> bool:
@@ -186,19 +235,30 @@ def _values(lane: Lane, device: torch.device) -> dict[Any, Tensor]:
     return {name: torch.tensor(value, dtype=dtype, device=device) for name, value in lane.values.items()}
 
 
-def _of_tensors(one: Lane, other: Lane, what: str) -> Iterator[Difference | None]:
-    own, theirs = (lane.buffers() if what == "buffer" else lane.parameters() for lane in (one, other))
-    for (name, tensor), (_, its) in zip(own, theirs, strict=True):
-        yield _difference(one.name, f"the {what} {name!r}", tensor, its)
+def _of_buffers(one: Lane, other: Lane, relative: float) -> Iterator[Difference | None]:
+    for (name, tensor), (_, its) in zip(one.buffers(), other.buffers(), strict=True):
+        yield _difference(one.name, f"the buffer {name!r}", tensor, its, relative)
 
 
-def _difference(trial: str, what: str, expected: Tensor, got: Tensor) -> Difference | None:
+def _of_update(
+    trial: str, name: str, before: Tensor, expected: Tensor, got: Tensor, relative: float
+) -> Difference | None:
+    """Compare what was added to a parameter: of the parameter it is a small part."""
+    largest = float(before.abs().max()) if before.numel() else 0.0
+    rounded = _ROUNDINGS * torch.finfo(before.dtype).eps * largest
+    what = f"the update of the parameter {name!r}"
+    return _difference(trial, what, expected - before, got - before, relative, rounded)
+
+
+def _difference(
+    trial: str, what: str, expected: Tensor, got: Tensor, relative: float, absolute: float = _ABSOLUTE
+) -> Difference | None:
     one, other = expected.detach().double(), got.detach().double()
     same = (one == other) | (one.isnan() & other.isnan())
     if not one.numel() or bool(same.all()):
         return None
     scale = float(one.abs().nan_to_num().max())
     largest = float(torch.where(same, 0.0, (one - other).abs()).nan_to_num(nan=float("inf")).max())
-    if largest <= _RELATIVE * scale + _ABSOLUTE:
+    if largest <= relative * scale + absolute:
         return None
     return Difference(trial, what, largest, scale)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +24,11 @@ def rows(stacked: Tensor) -> Tensor:
 class Template(nn.Module):
     """The code of one lane: a copy of the first lane's model that runs with any lane's tensors.
 
-    `torch.func.functional_call` swaps the tensors in for the whole step, so a step may use `model` in
-    any way: call it, call its parts, or go over its parameters.
+    `holding` swaps the tensors in for the whole step, so a step may use `model` in any way: call it, call its
+    parts, or go over its parameters.
+
+    Attributes:
+        model: The copy.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,8 +39,38 @@ class Template(nn.Module):
             if isinstance(module, nn.TransformerEncoder):
                 module.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
 
-    def forward(self, step, batch, values):  # type: ignore[no-untyped-def]
-        return step(self.model, batch, values)
+        names: dict[int, str] = {}
+        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}
+        for path, module in self.model.named_modules(remove_duplicate=True):
+            for members in (module._parameters, module._buffers):
+                for key, tensor in members.items():
+                    if tensor is not None:
+                        name = names.setdefault(id(tensor), f"{path}.{key}" if path else key)
+                        self._places.setdefault(name, []).append((members, key))
+
+    @contextlib.contextmanager
+    def holding(self, tensors: dict[str, Tensor]) -> Iterator[None]:
+        """Put tensors in the place of the model's own, a tied one wherever it is.
+
+        Does what torch.func.functional_call does, with the looking up done once.
+
+        Args:
+            tensors: Parameters and buffers by name. In the end it has what the model then holds: another
+                tensor where a forward pass assigned a buffer anew.
+        """
+        before = {name: self._places[name][0][0][self._places[name][0][1]] for name in tensors}
+        try:
+            for name, tensor in tensors.items():
+                for members, key in self._places[name]:
+                    members[key] = tensor
+            yield
+            for name in tensors:
+                members, key = self._places[name][0]
+                tensors[name] = members[key]
+        finally:
+            for name, tensor in before.items():
+                for members, key in self._places[name]:
+                    members[key] = tensor
 
 
 def _refuse_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

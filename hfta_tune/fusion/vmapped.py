@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
 from hfta_tune.fusion.kernels import LaneKernels
 from hfta_tune.fusion.lane import Lane
@@ -53,19 +53,14 @@ def call_for_all(
         What `finish` returned, [lanes, ...], and {name: [lanes, ...]} of the buffers that the model assigned anew.
     """
 
-    def one_call(model: nn.Module, batch: Any, values: Mapping[Any, Tensor]) -> Any:
-        return step(lanes, model, batch, values)
-
     def one_lane(
         parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], values: Mapping[Any, Tensor]
     ) -> tuple[Any, dict[str, Tensor]]:
-        tensors = {f"model.{name}": tensor for name, tensor in (*parameters.items(), *buffers.items())}
-        result = finish(functional_call(template, tensors, (one_call, batch, values)))
-        # A forward that assigns a buffer anew, instead of in place, has put it into `tensors`.
-        assigned = {
-            name: tensors[f"model.{name}"] for name, buffer in buffers.items() if tensors[f"model.{name}"] is not buffer
-        }
-        return result, assigned
+        tensors = {**parameters, **buffers}
+        with template.holding(tensors):
+            result = finish(step(lanes, template.model, batch, values))
+        # What is another tensor now was assigned anew, not changed in place.
+        return result, {name: tensors[name] for name, buffer in buffers.items() if tensors[name] is not buffer}
 
     device = next(iter((*parameters.values(), *buffers.values()))).device
     with _quiet_and_batchable(), options.autocast(device), LaneKernels():
