@@ -34,6 +34,7 @@ from hfta_tune._checks import (
 )
 from hfta_tune._loaders import Data, DataCache
 from hfta_tune._metrics import RoundMeans
+from hfta_tune._prefetch import on_device
 from hfta_tune._recording import copied, numbers_of
 from hfta_tune._steps import Steps
 from hfta_tune.fusion import (
@@ -613,10 +614,8 @@ class Worker:
     def _batches(self, loader: Iterable[Any], hook: str) -> Iterator[Any]:
         """The loader's batches, on the device."""
         empty = True
-        for batch in loader:
+        for batch in loader if self.device.type == "cpu" else on_device(loader, self.device):
             empty = False
-            if self.device.type != "cpu":
-                batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch)
             yield batch
         if empty:
             raise FusionError(

@@ -53,3 +53,40 @@ def test_no_round_waits_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert {Path(wait.filename).name for wait in waits} == {"_metrics.py"}
+
+
+class Anew(Points):
+    """An epoch of one batch twenty times over, so that its step is captured as a CUDA graph."""
+
+    def train_dataloader(self, config: dict[str, Any]) -> Any:
+        return list(super().train_dataloader(config)) * 20
+
+
+def test_captured_steps_train_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed = []
+    real = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replayed.append(graph), real(graph)))
+    workers = {device: Worker(4, device=device, strategy="vmap") for device in ("cpu", "cuda")}
+    for worker in workers.values():
+        for number in range(4):
+            config = {"lr": 0.001 * (number + 1)}
+            worker.add(str(number), Anew._outside_tune(config), config)
+    for round_ in range(3):
+        if round_ == 2:  # other tensors, so another graph
+            for worker in workers.values():
+                worker.remove("1")
+        on_cpu, on_cuda = (worker.run_round() for worker in workers.values())
+        for name, result in on_cuda.items():
+            expected = on_cpu[name]
+            assert isinstance(result, dict) and isinstance(expected, dict)
+            assert result["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-3)
+    assert len(set(replayed)) > 1 and len(replayed) > 100
+
+
+def test_batches_arrive_whole_and_in_order() -> None:
+    from hfta_tune._prefetch import on_device
+
+    batches = [(torch.full((1000, 1000), float(number)), {"number": number}) for number in range(10)]
+    for number, (tensor, rest) in enumerate(on_device(batches, torch.device("cuda"))):
+        assert tensor.is_cuda and rest == {"number": number}
+        assert bool((tensor == number).all())

@@ -22,6 +22,7 @@ from hfta_tune.fusion.clipping import clip_lanes
 from hfta_tune.fusion.compiled import BoundStep, CompiledStep
 from hfta_tune.fusion.contract import check_losses, check_metrics, no_graph
 from hfta_tune.fusion.failure import LanesDiffer, TornByOutOfMemory, VmapFailed, first_line, place_of
+from hfta_tune.fusion.graphed import GraphedSteps
 from hfta_tune.fusion.lane import Lane
 from hfta_tune.fusion.optimizers import ArrayOptimizers, Updates, form_of_updates, tensors_of_updates, with_tensors
 from hfta_tune.fusion.options import Options
@@ -87,6 +88,7 @@ class FusedArray:
         self._surroundings: Hashable = ()
         self._bound = False
         self._pools = pools
+        self._graphed = GraphedSteps()
         self._values: dict[Lane, dict[str, Tensor]] = {}
         self._audit = audit
         self._audited: set[str] = set()
@@ -243,6 +245,7 @@ class FusedArray:
         """
         if surroundings != self._surroundings:
             self._surroundings = surroundings
+            self._graphed.reset()
             self._proven_compiled.clear()
             self._bound_steps.clear()
 
@@ -269,6 +272,18 @@ class FusedArray:
         return time.perf_counter()
 
     def _train_vmap(self, step: Step, batch: Any, update: bool) -> dict[str, Tensor]:
+        if self._device.type == "cuda" and update and self._surroundings is not None:
+            _, optimizers = self._stacked()
+            form = form_of_batch(batch), constants_of_batch(batch)
+            if self._compiles_updates and self._proven.get((self._fused_gradients.__name__, form[0])) is False:
+                settled = optimizers.prepare(self._with_gradient)
+                eager = functools.partial(self._train_eagerly, step, update=True)
+                losses = self._graphed.train(form, batch, settled, eager)
+                if losses is not None:
+                    return losses
+        return self._train_eagerly(step, batch, update)
+
+    def _train_eagerly(self, step: Step, batch: Any, update: bool) -> dict[str, Tensor]:
         with self._unchanged_buffers(on=Exception):
             losses, gradients = self._attempt(step, batch, self._fused_gradients)
         self._with_gradient = frozenset(gradients)
@@ -537,6 +552,7 @@ class FusedArray:
 
     def _drop_stack(self) -> None:
         self._stack = self._optimizers = None
+        self._graphed.reset()
         self._proven_compiled.clear()
         self._bound_steps.clear()
 
