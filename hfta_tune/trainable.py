@@ -169,7 +169,7 @@ class FusedTrainable(Trainable):
     def _join(self, worker: Worker, name: str) -> None:
         """Take a lane in a worker that hosts other trials too."""
         self._worker, self._lane_name = worker, name
-        worker.add(name, self, self.config)
+        worker.add(name, self, self.config, placed=True)
 
     def _own_worker(self) -> Worker:
         """The worker that hosts this trial; alone, one of its own."""

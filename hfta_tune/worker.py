@@ -175,13 +175,15 @@ class Worker:
             ],
         }
 
-    def add(self, trial_id: str, trainable: Any, config: dict[Any, Any]) -> None:
+    def add(self, trial_id: str, trainable: Any, config: dict[Any, Any], *, placed: bool = False) -> None:
         """Give a trial a lane: build its model, optimizer, schedule and data loaders.
 
         Args:
             trial_id: The trial's name, also in messages.
             trainable: The trial's own FusedTrainable instance.
             config: The trial's hyperparameters.
+            placed: Whether it was given the lane before memory ran out: it may have one that does not fit, and
+                trains in an array of its own.
 
         Raises:
             FusionError: if what the hooks return cannot be trained.
@@ -190,8 +192,10 @@ class Worker:
         """
         if trial_id in self._trials:
             raise ValueError(f"trial {trial_id} has a lane in this worker already.")
-        if not self.free_lanes:
-            raise ValueError(f"trial {trial_id}: all {self.lanes} lanes are taken; remove a trial first.")
+        most = self.lanes if placed else self.fitting_lanes
+        if len(self._trials) >= most:
+            which = "" if most == self.lanes else " that fit into memory"
+            raise ValueError(f"trial {trial_id}: all {most} lanes{which} are taken; remove a trial first.")
         check_hooks(type(trainable))
         config = copied(config)
         with self._own_randomness(int(config.get("seed", trainable.seed))):
@@ -362,8 +366,13 @@ class Worker:
             )
         return trial.optimizer_obstacle
 
-    def _arrange(self, trials: Iterable[_Trial]) -> list[FusedArray]:
-        """Put trials of equal signature into one array each; return the arrays."""
+    def _arrange(self, trials: Iterable[_Trial], *, apart: bool = False) -> list[FusedArray]:
+        """Put trials of equal signature into one array each; return the arrays.
+
+        Args:
+            trials: The trials.
+            apart: Keep them out of the arrays of other trials, which may have had this step already.
+        """
         trials = list(trials)
         for trial in trials:
             if trial.array is not None and self._arrays[trial.array] != self._key(trial):
@@ -373,7 +382,7 @@ class Worker:
             if trial.array is None:
                 joining.setdefault(self._key(trial), []).append(trial)
         for key, members in joining.items():
-            arrays = [array for array, own in self._arrays.items() if own == key]
+            arrays = [array for array, own in self._arrays.items() if own == key and not apart]
             most = self._most_in_array.get(key, self.lanes)
             while members:
                 array = next((a for a in arrays if len(a.lanes) < most), None)
@@ -548,7 +557,7 @@ class Worker:
 
     def _rearranged(self, array: FusedArray, alive: list[_Trial], *, training: bool) -> list[FusedArray]:
         """Split an array whose lanes turned out to differ."""
-        arrays = self._arrange([trial for trial in alive if trial.array is array])
+        arrays = self._arrange([trial for trial in alive if trial.array is array], apart=True)
         self._set_mode(arrays, training=training)
         return arrays
 
@@ -556,20 +565,22 @@ class Worker:
         self, array: FusedArray, alive: list[_Trial], error: torch.OutOfMemoryError, *, training: bool
     ) -> list[FusedArray]:
         """Split an array that does not fit into memory into halves, and take fewer trials from now on."""
-        lanes = len(array.lanes)
-        half = -(-lanes // 2)
-        self._most_in_array[self._arrays[array]] = half
-        self._fitting = max(1, min(self._fitting, len(self._trials) - lanes + half))
+        members = [trial for trial in alive if trial.array is array]
+        lanes = len(members)
+        keys = {self._key(trial) for trial in members}
+        half = min(-(-lanes // 2), *(self._most_in_array.get(key, lanes) for key in keys))
+        self._most_in_array.update(dict.fromkeys(keys, half))
+        others = sum(self._key(trial) not in keys for trial in self._trials.values())
+        self._fitting = min(self._fitting, others + half)
         self._warn_once(
             f"{lanes} lanes do not fit into the memory of {self.device} ({first_line(error)}). They train on in arrays "
             f"of {half}, and this worker takes no more than {self._fitting} trials from now on. Set B to that."
         )
-        members = [trial for trial in alive if trial.array is array]
         for trial in members:
             self._park(trial)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        arrays = self._arrange(members)
+        arrays = self._arrange(members, apart=True)
         self._set_mode(arrays, training=training)
         return arrays
 

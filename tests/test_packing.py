@@ -48,6 +48,24 @@ def test_a_freed_lane_is_taken_by_the_next_waiting_trial() -> None:
     assert packer.trials_in(worker) == {1, 2}
 
 
+def test_a_limited_worker_gets_no_more_trials_than_that() -> None:
+    """Memory ran out in it: those that are there stay."""
+    packer = Packer(4)
+    for trial in range(8):
+        packer.add(trial, "cpu")
+    worker = packer.schedule().open[0][0]
+    packer.opened(worker)
+    packer.schedule()
+    packer.limit(worker, 2)
+    for trial in (0, 1):
+        packer.remove(trial)
+        assert not packer.schedule().place
+    assert packer.trials_in(worker) == {2, 3}
+    packer.remove(2)
+    assert [(p.trial, p.worker) for p in packer.schedule().place] == [(4, worker)]
+    assert not packer.schedule().place and packer.waiting == 3
+
+
 def test_a_request_is_taken_back_when_a_free_lane_made_it_needless() -> None:
     packer = Packer(1)
     packer.add("a", "cpu")
