@@ -21,6 +21,7 @@ from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, VMAP, StrategyChoice
 from hfta_tune.fusion.clipping import clip_lanes
 from hfta_tune.fusion.compiled import BoundStep, CompiledStep
 from hfta_tune.fusion.contract import check_losses, check_metrics, no_graph
+from hfta_tune.fusion.dropout import set_idle_dropouts
 from hfta_tune.fusion.failure import LanesDiffer, TornByOutOfMemory, VmapFailed, first_line, place_of
 from hfta_tune.fusion.graphed import GraphedSteps
 from hfta_tune.fusion.lane import Lane
@@ -164,6 +165,7 @@ class FusedArray:
             torch.OutOfMemoryError: if the lanes do not fit together. Nothing has been trained.
             TornByOutOfMemory: if that showed only when they were being updated.
         """
+        self._choice.count_step()
         update = self.updates_after(batch_number, last=last)
         if update:
             for lane in self.lanes:
@@ -416,6 +418,7 @@ class FusedArray:
             constants_of_batch(batch),
             form_of_updates(updates),
             tuple(stack.values),
+            tuple(stack.carried),
             self._surroundings,
         )
 
@@ -532,6 +535,8 @@ class FusedArray:
                     raise VmapFailed(error, "copying the model") from error
                 self._template.train(self._training_mode)
             self._stack_up(whole=True)
+            assert self._stack is not None
+            set_idle_dropouts(self._template.model, self._stack.carried)
         assert self._stack is not None and self._optimizers is not None
         return self._stack, self._optimizers
 

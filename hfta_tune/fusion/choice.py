@@ -16,6 +16,8 @@ _SAMPLES = {VMAP: 3, LANE_BY_LANE: 2, COMPILED: 3}
 # Seen on two CPU cores: 10 to 45 s for a first compilation, 2 to 5 s from inductor's cache.
 _ASSUMED_COMPILE_SECONDS = 30.0
 _ASSUMED_GAIN = 0.5
+# Where nobody knows how long a run will be, compiling may cost this part of what it has taken so far.
+_UNKNOWN_RUN_SHARE = 0.05
 
 
 @dataclass
@@ -38,6 +40,10 @@ class StrategyChoice:
     _lanes: int = 0
     _steps: int = 0
     _compile_seconds: float = _ASSUMED_COMPILE_SECONDS
+
+    def count_step(self) -> None:
+        """Note that a step was trained, in whatever strategy."""
+        self._steps += 1
 
     def strategy(self, lanes: int) -> str:
         """The strategy of the next step with this number of lanes."""
@@ -72,7 +78,10 @@ class StrategyChoice:
             self.candidates.append(LANE_BY_LANE)
 
     def compiling_pays(self, lanes: int, steps_left: float) -> bool:
-        """Whether compiling is worth its time, if it halves the duration of a step."""
+        """Whether compiling is worth its time, if it halves the duration of a step.
+
+        `steps_left` is 0 where it is unknown; then a long run may compile, on the grounds that it goes on.
+        """
         best = min(self.seconds.values(), default=0.0)
         settled = all(candidate in self.seconds for candidate in self.candidates)
         return (
@@ -81,7 +90,7 @@ class StrategyChoice:
             and self.may_compile
             and COMPILED not in self.candidates
             and VMAP in self.candidates
-            and steps_left * best * _ASSUMED_GAIN > self._compile_seconds
+            and max(steps_left * _ASSUMED_GAIN, self._steps * _UNKNOWN_RUN_SHARE) * best > self._compile_seconds
         )
 
     def compiled(self, seconds: float, *, there: bool) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LANE_DROPOUTS", "LaneDropout", "dropout_probabilities", "replace_dropouts"]
+__all__ = ["LANE_DROPOUTS", "LaneDropout", "dropout_probabilities", "replace_dropouts", "set_idle_dropouts"]
 
 
 class LaneDropout(nn.Module):
@@ -13,6 +15,9 @@ class LaneDropout(nn.Module):
 
     Kept values are scaled by 1 / (1 - p) as in torch.nn.Dropout. Feature dropouts drop whole channels:
     the mask has one entry for each index of the first `mask_dims` dimensions.
+
+    Attributes:
+        idle: Whether p is 0 in every lane, so that there is nothing to draw.
     """
 
     p: Tensor
@@ -20,16 +25,17 @@ class LaneDropout(nn.Module):
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         self._kind = type(original)
+        self.idle = False
         self.inplace = bool(getattr(original, "inplace", False))
         self.register_buffer("p", torch.tensor(float(original.p)), persistent=False)  # type: ignore[arg-type]
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
+        if not self.training or self.idle:
             return input
         draw = torch.rand_like(input if self._kind is nn.Dropout else input[self._one_a_channel(input)])
         kept = draw >= self.p
         scale = torch.where(self.p < 1, 1 / (1 - self.p), 0.0)
-        mask = kept.to(input.dtype) * scale.to(input.dtype)
+        mask = kept * scale.to(input.dtype)
         return input.mul_(mask) if self.inplace else input * mask
 
     def _one_a_channel(self, input: Tensor) -> tuple[slice, ...]:
@@ -54,6 +60,13 @@ def replace_dropouts(model: nn.Module) -> None:
         for name, child in module._modules.items():
             if child is not None and type(child) in LANE_DROPOUTS:
                 module._modules[name] = replacements.setdefault(id(child), LaneDropout(child))
+
+
+def set_idle_dropouts(model: nn.Module, active: Container[str]) -> None:
+    """Tell each LaneDropout of a template whether its "path.p" is among the `active` ones."""
+    for path, module in model.named_modules():
+        if isinstance(module, LaneDropout):
+            module.idle = (f"{path}.p" if path else "p") not in active
 
 
 def dropout_probabilities(model: nn.Module) -> dict[str, float]:

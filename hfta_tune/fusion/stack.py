@@ -88,7 +88,7 @@ class LaneStack:
         whole: Whether the buffers are stacked too.
         parameters: {name: leaf of shape [lanes, ...]}, with requires_grad as in the lanes' models.
         buffers: {name: [lanes, ...]}.
-        carried: {name: [lanes]}: what the template's own modules read a lane (the p of dropouts).
+        carried: {name: [lanes]}: what the template's own modules read a lane (the p of dropouts that drop).
         values: {name: [lanes]}: numbers that a step may read, a lane its own.
         limits: [lanes]: to what the lanes' gradients are clipped, or None.
         accumulated: {name: [lanes, ...]}: gradients of the batches since the optimizers' last step.
@@ -112,7 +112,9 @@ class LaneStack:
                 own = [lane.model.get_buffer(name) for lane in self.lanes]
                 self.buffers[name] = torch.stack([row.data for row in own]).contiguous()
                 self._bind(own, self.buffers[name])
-        self.carried = self._numbers([dropout_probabilities(lane.model) for lane in self.lanes], device)
+        probabilities = [dropout_probabilities(lane.model) for lane in self.lanes]
+        dropping = [name for name in probabilities[0] if any(own[name] for own in probabilities)]
+        self.carried = self._numbers([{name: own[name] for name in dropping} for own in probabilities], device)
         self.values = self._numbers([lane.values for lane in self.lanes], device)
         limits = [lane.clipping.limit for lane in self.lanes if lane.clipping is not None]
         self.limits = torch.tensor(limits, device=device) if limits else None

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import heapq
 import os
+import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -20,6 +21,17 @@ from hfta_tune.trainable import FusedTrainable
 from hfta_tune.worker import Worker
 
 __all__ = ["WorkerActor"]
+
+
+def _make_optimizers_quickly() -> None:
+    """Spare the first optimizer of the process an import of torch._dynamo, 1.5 s, only to switch it off.
+
+    Optimizer.add_param_group is wrapped so that dynamo does not trace it; as long as nothing has imported dynamo,
+    nothing can.
+    """
+    function = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
+    if function is not None and "torch._dynamo" not in sys.modules and not hasattr(function, "__dynamo_disable"):
+        setattr(function, "__dynamo_disable", function)
 
 
 class WorkerActor:
@@ -40,6 +52,7 @@ class WorkerActor:
         from hfta_tune.tune._executor import prepare_worker_process
 
         prepare_worker_process()
+        _make_optimizers_quickly()
         torch.set_num_threads(max(1, int(cpus)))
         on_gpu = gpus > 0 and torch.cuda.is_available()
         self._worker = Worker(lanes, device="cuda" if on_gpu else "cpu", audit=audit)

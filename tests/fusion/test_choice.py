@@ -66,6 +66,17 @@ def test_compiling_must_pay() -> None:
     assert not StrategyChoice(may_compile=False).compiling_pays(8, math.inf)
 
 
+def test_a_long_run_of_unknown_length_compiles() -> None:
+    choice = StrategyChoice()
+    settle(choice, 8, {VMAP: 0.1, LANE_BY_LANE: 0.2})
+    for _ in range(5_000):  # 500 s, of which 5% are less than compiling is thought to take
+        choice.count_step()
+    assert not choice.compiling_pays(8, steps_left=0)
+    for _ in range(1_500):
+        choice.count_step()
+    assert choice.compiling_pays(8, steps_left=0)
+
+
 def test_a_compiled_step_is_measured_like_the_others() -> None:
     for seconds, expected in ((0.03, COMPILED), (0.3, VMAP)):
         choice = StrategyChoice()
