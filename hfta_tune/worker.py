@@ -42,7 +42,6 @@ from hfta_tune.fusion import (
     LANE_BY_LANE,
     ONLY,
     VMAP,
-    CompiledStep,
     FusedArray,
     FusionError,
     FusionWarning,
@@ -51,6 +50,7 @@ from hfta_tune.fusion import (
     Options,
     Signature,
     Step,
+    StepCache,
     TornByOutOfMemory,
     VmapFailed,
     clone_batch,
@@ -134,7 +134,7 @@ class Worker:
         self._audit = audit
         self._fitting = self.lanes
         self._most_in_array: dict[Any, int] = {}
-        self._compiled: dict[Any, dict[Any, CompiledStep | None]] = {}
+        self._compiled: dict[Any, StepCache] = {}
         self._trials: dict[str, _Trial] = {}
         self._arrays: dict[FusedArray, Any] = {}
         self._steps: dict[type, Steps] = {}

@@ -363,7 +363,7 @@ def test_compiled_steps_accumulate(always_compiles: None, compiled_steps: list[i
             run.run_round()
     assert worker.describe()["arrays"][0]["strategy"] == COMPILED
     assert_equal_to_alone(worker, runs, rounds=2, atol=1e-5)
-    assert compiled_steps == [4] * 17  # of three rounds, all but the first and those of another size
+    assert compiled_steps == [4] * 18  # of three rounds, all but those of another size
 
 
 # Rounds of so many steps

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import hfta_tune
 from hfta_tune import Worker
 from hfta_tune.fusion import LANE_BY_LANE, VMAP, FusionWarning
-from hfta_tune.fusion import array as array_module
+from hfta_tune.fusion import vmapped_steps as steps_module
 from hfta_tune.fusion.optimizers import ArrayOptimizers
 
 Config = dict[str, Any]
@@ -95,16 +95,17 @@ class Memory:
 @pytest.fixture
 def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Memory:
     own = Memory(phase=getattr(request, "param", PHASES[0]))
-    monkeypatch.setattr(array_module, "call_for_all", _limited(own, array_module.call_for_all))
-    gradients = array_module.FusedArray._gradients
+    monkeypatch.setattr(steps_module, "call_for_all", _limited(own, steps_module.call_for_all))
+    gradients = steps_module.gradients_by_optimizer
 
-    def limited_gradients(self: Any, *arguments: Any) -> Any:
+    def limited_gradients(losses: Any, *arguments: Any) -> Any:
+        lanes = len(next(iter(losses.values())))
         if own.phase == "in the backward pass" and own.attempts > own.runs_out_at:
-            own.check(len(self.lanes), own.training)
-        own.steps.append(len(self.lanes))
-        return gradients(self, *arguments)
+            own.check(lanes, own.training)
+        own.steps.append(lanes)
+        return gradients(losses, *arguments)
 
-    monkeypatch.setattr(array_module.FusedArray, "_gradients", limited_gradients)
+    monkeypatch.setattr(steps_module, "gradients_by_optimizer", limited_gradients)
     return own
 
 

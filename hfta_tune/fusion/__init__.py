@@ -7,7 +7,7 @@ from hfta_tune.fusion.batch import clone_batch
 from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, VMAP
 from hfta_tune.fusion.clipping import Clipping
 from hfta_tune.fusion.comparison import Incomparable, comparable, first_incomparable
-from hfta_tune.fusion.compiled import CompiledStep
+from hfta_tune.fusion.compiled_steps import StepCache
 from hfta_tune.fusion.errors import FusionError, FusionWarning
 from hfta_tune.fusion.failure import LanesDiffer, TornByOutOfMemory, VmapFailed, first_line
 from hfta_tune.fusion.lane import ONLY, Lane
@@ -23,7 +23,6 @@ __all__ = [
     "PRECISIONS",
     "VMAP",
     "Clipping",
-    "CompiledStep",
     "FusedArray",
     "FusionError",
     "FusionWarning",
@@ -33,6 +32,7 @@ __all__ = [
     "Options",
     "Signature",
     "Step",
+    "StepCache",
     "TornByOutOfMemory",
     "VmapFailed",
     "clone_batch",

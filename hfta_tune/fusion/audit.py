@@ -150,7 +150,7 @@ def audit_compiled(
     probing.train_step(step_of_copies, clone_batch(batch))
     gradients = probing.accumulated_gradients()
     expected = array_of(vmapped, options).train_step(step_of_copies, clone_batch(batch), last=True)
-    got = array_of(compiled, options).train_compiled(clone_batch(batch), gradients)
+    got = array_of(compiled, options).train_compiled(step_of_copies, clone_batch(batch), gradients)
     if got is None:
         return None
 

@@ -42,7 +42,7 @@ class GraphedSteps:
         Args:
             form: The form of the batch.
             batch: What to train on.
-            holds_for: An object that is the same as long as the optimizers' numbers are.
+            holds_for: An object that is the same as long as the array's tensors and numbers are.
             step: Trains on a batch and returns {optimizer: losses}, launching kernels only.
 
         Returns:
