@@ -88,7 +88,8 @@ class FusedArray:
         self._bound_to: Updates | None = None
         self._surroundings: Hashable = ()
         self._bound = False
-        self._pools = pools
+        self._may_pool = pools
+        self._pools = pools and audit is None  # what is audited is found right first
         self._graphed = GraphedSteps()
         self._values: dict[Lane, dict[str, Tensor]] = {}
         self._audit = audit
@@ -206,8 +207,11 @@ class FusedArray:
         else:
             if difference is not None:
                 self._audit(f"{difference}; its array goes on lane by lane")
+                self._may_pool = self._pools = False
                 self.give_up_vmap(training=True)
                 self.give_up_vmap(training=False)
+            elif strategy == VMAP:
+                self._pools = self._may_pool
 
     def _array_of_copies(self, lanes: Sequence[Lane], options: Options) -> FusedArray:
         array = FusedArray(self._device, options=options, strategies=(VMAP,), compiled=self._compiled)
@@ -445,7 +449,10 @@ class FusedArray:
             alone = update and optimizers is None
             losses.append(train_lane(call, lane, self.options, self._device, update=alone))
         if optimizers is not None:
-            self._update_pooled(optimizers, update)
+            try:
+                self._update_pooled(optimizers, update)
+            except torch.OutOfMemoryError as error:
+                raise TornByOutOfMemory(error) from error
         given = [name for name in self.lanes[0].optimizers if all(name in own for own in losses)]
         return {name: torch.stack([own[name] for own in losses]) for name in given}
 
