@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 from trainables import Points, points
 
@@ -68,6 +69,40 @@ def test_each_lane_is_clipped_by_its_own(kind: type[Points], strategy: str) -> N
         changed.append(clipped)
         torch.testing.assert_close(worker.state_dict(str(number))["model"], expected, rtol=1e-4, atol=1e-6)
     assert changed == [True, True, False, True]
+
+
+class Branching(nn.Module):
+    """A head that some trials never use, so that it has a gradient in some of the lanes only."""
+
+    def __init__(self, uses_head: bool) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 3), nn.Linear(8, 3)
+        self.register_buffer("uses_head", torch.tensor(uses_head))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.head(x) if self.uses_head else self.body(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore::hfta_tune.FusionWarning")
+@pytest.mark.parametrize("kind", [ByNorm, ByValue])
+def test_lanes_with_gradients_of_different_parameters(kind: type[Points]) -> None:
+    class Differing(kind):  # type: ignore[valid-type, misc]
+        def build_model(self, config: dict[str, Any]) -> nn.Module:
+            return Branching(config["uses_head"])
+
+        def build_optimizer(self, model: nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
+            return torch.optim.SGD(model.parameters(), lr=config["lr"])
+
+    configs: list[dict[str, Any]] = [{"lr": 0.1, "seed": n, "uses_head": n % 2 == 0} for n in range(3)]
+    worker = Worker(3, device="cpu")
+    for number, config in enumerate(configs):
+        worker.add(str(number), Differing._outside_tune(config), config)
+    for _ in range(2):
+        worker.run_round()
+    for number, config in enumerate(configs):
+        expected, clipped = alone(Differing, config, rounds=2)
+        assert clipped
+        torch.testing.assert_close(worker.state_dict(str(number))["model"], expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("limit", [0, -1.0, "small", True])

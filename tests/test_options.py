@@ -334,6 +334,35 @@ def test_an_array_is_split_between_the_batches_of_a_step(
         assert len(worker.describe()["arrays"]) == arrays
 
 
+class Headed(nn.Module):
+    """A second head that some trials use when they are told to, so that only some lanes have a gradient of it."""
+
+    def __init__(self, uses_head: bool) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.register_buffer("uses_head", torch.tensor(uses_head))
+
+    def forward(self, x: Tensor, late: bool) -> Tensor:
+        return self.body(x) + self.head(x) if late and self.uses_head else self.body(x)  # type: ignore[no-any-return]
+
+
+class UsesItsHeadLate(ThreeClipped):
+    def build_model(self, config: Config) -> nn.Module:
+        return Headed(config["late"] == "twice")
+
+    def training_step(self, model: nn.Module, batch: Any, config: Config) -> Any:
+        return F.cross_entropy(model(batch[0], batch[2] == 4), batch[1])
+
+    def validation_step(self, model: nn.Module, batch: Any, config: Config) -> dict[str, Tensor]:
+        return {"val_loss": F.cross_entropy(model(batch[0], True), batch[1])}
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "lane by lane", "auto"])
+@pytest.mark.filterwarnings("ignore::hfta_tune.FusionWarning")
+def test_only_some_lanes_have_a_gradient_on_a_later_batch(strategy: str) -> None:
+    assert_equal_to_alone(start(UsesItsHeadLate, LANES, strategy), runs_of(UsesItsHeadLate, LANES))
+
+
 def test_lanes_join_and_leave_while_gradients_are_accumulated() -> None:
     worker = start(Three, LANES[:3], lanes=4)
     runs = runs_of(Three, LANES)

@@ -412,7 +412,8 @@ def test_a_lane_that_runs_out_alone_fails_alone(kind: type[Norms], strategy: str
     runs.assert_equal(worker)
 
 
-def test_it_runs_out_in_the_optimizers_of_one_array(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strategy", [VMAP, LANE_BY_LANE])
+def test_it_runs_out_in_the_optimizers_of_one_array(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those lanes are torn, and fail with that error; the other array goes on."""
     apply = ArrayOptimizers.apply
 
@@ -422,7 +423,7 @@ def test_it_runs_out_in_the_optimizers_of_one_array(monkeypatch: pytest.MonkeyPa
         apply(self, parameters, *arguments)
 
     monkeypatch.setattr(ArrayOptimizers, "apply", limited)
-    worker = Worker(5, device="cpu")
+    worker = Worker(5, device="cpu", strategy=strategy)
     for lane in range(2):
         add(worker, Norms, lane)
     for lane in (6, 7):

@@ -66,9 +66,6 @@ def _train(
             if inputs:
                 share = loss if options.accumulate == 1 else loss / options.accumulate
                 share.backward(inputs=inputs, retain_graph=number < len(found))
-        if update and lane.clipping is not None:
-            for name in lane.optimizers:
-                lane.clipping.clip(lane.trained_by(name))
         for name, loss in found.items():
             losses.setdefault(name, loss.detach())  # an optimizer may evaluate the loss again, at other weights
         return next(iter(found.values()))
@@ -79,7 +76,9 @@ def _train(
 
         def closure(optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
             optimizer.zero_grad()
-            return backward()
+            loss = backward()
+            _clip(lane)
+            return loss
 
         optimizer.step(closure)  # type: ignore[arg-type]
         optimizer.zero_grad()
@@ -90,13 +89,20 @@ def _train(
 
 
 def step_lane(lane: Lane) -> None:
-    """Step a lane's own optimizers; what they raise is put into its `error`."""
+    """Step a lane's own optimizers by its clipped gradients; what they raise is put into its `error`."""
     try:
+        _clip(lane)
         for optimizer in lane.optimizers.values():
             optimizer.step()
     except Exception as error:
         lane.error = error
     lane.drop_gradients()
+
+
+def _clip(lane: Lane) -> None:
+    if lane.clipping is not None:
+        for name in lane.optimizers:
+            lane.clipping.clip(lane.trained_by(name))
 
 
 def evaluate_lane(call: Callable[[], Any], lane: Lane, options: Options, device: torch.device) -> dict[str, Tensor]:

@@ -71,7 +71,8 @@ class FusedArray:
         self._graphed = GraphedSteps()
         self._can_vmap_evaluation = VMAP in strategies
         self._with_gradient: frozenset[str] = frozenset()
-        self._pools = pools
+        self._may_pool = pools
+        self._pools = pools and audit is None  # what is audited is found right first
         self._values: dict[Lane, dict[str, Tensor]] = {}
         self._audit = audit
         self._audited: set[str] = set()
@@ -260,7 +261,10 @@ class FusedArray:
             call = functools.partial(step, [lane], lane.model, own, self._values_of(lane))
             losses.append(train_lane(call, lane, self.options, self._device, update=update and pooled is None))
         if pooled is not None:
-            self._update_pooled(*pooled, update)
+            try:
+                self._update_pooled(*pooled, update)
+            except torch.OutOfMemoryError as error:
+                raise TornByOutOfMemory(error) from error
         given = [name for name in self.lanes[0].optimizers if all(name in own for own in losses)]
         return {name: torch.stack([own[name] for own in losses]) for name in given}
 
@@ -359,8 +363,11 @@ class FusedArray:
         else:
             if difference is not None:
                 self._audit(f"{difference}; its array goes on lane by lane")
+                self._may_pool = self._pools = False
                 self.give_up_vmap(training=True)
                 self.give_up_vmap(training=False)
+            elif strategy == VMAP:
+                self._pools = self._may_pool
 
     def _array_of_copies(self, lanes: Sequence[Lane], options: Options) -> FusedArray:
         array = FusedArray(self._device, options=options, strategies=(VMAP,), compiled=self._cache)

@@ -136,7 +136,8 @@ class LaneStack:
         for name, gradients in self.accumulated.items():
             for lane, gradient in zip(self.lanes, gradients, strict=True):
                 if lane in lanes:
-                    lane.model.get_parameter(name).grad = gradient.clone()
+                    own = lane.model.get_parameter(name)
+                    own.grad = gradient.clone() if own.grad is None else own.grad + gradient
 
     @staticmethod
     def _numbers(rows: Sequence[dict[Any, float]], device: torch.device) -> dict[Any, Tensor]:

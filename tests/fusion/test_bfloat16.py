@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,20 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:An output with one or more eleme
 
 CPU = torch.device("cpu")
 LOWER = torch.bfloat16
-
-# Where the two differ. Outputs in another dtype, and operations that then stop, so that lanes train one by one.
-WIDER = "batching rules multiply by the float32 weight apart, so the output is float32"
-NARROWER = "batching rules hide the operation from autocast, which would run it in float32"
-KNOWN = {
-    WIDER: (
-        r"(Group|Layer)Norm\((?!.*affine=False)|.*InstanceNorm.*affine=True"
-        r"|Transformer(?!.*norm_first=True)|layer_norm,|group_norm,"
-    ),
-    NARROWER: (
-        r"MaxPool3d\((?!.*indices)|AdaptiveAvgPool3d|cdist,|linalg\.(inv|cholesky)|fft"
-        r"|NLLLoss\((?!weight)|PoissonNLLLoss|HingeEmbeddingLoss|CosineEmbeddingLoss"
-    ),
-}
 
 
 class TwiceLower(Twice):
@@ -112,22 +97,16 @@ def vmapped(row: Row, make: Maker) -> dict[str, Tensor]:
     return result
 
 
-def marked(rows: Sequence[Row]) -> list[Any]:
-    parameters = []
-    for row in rows:
-        reasons = [reason for reason, names in KNOWN.items() if re.match(names, row.name)]
-        marks = [pytest.mark.xfail(reason=reason, strict=True) for reason in reasons]
-        if row.strategy == FUSED:
-            parameters.append(pytest.param(row, id=row.name, marks=marks))
-    return parameters
+def fused(rows: Sequence[Row]) -> list[Any]:
+    return [pytest.param(row, id=row.name) for row in rows if row.strategy == FUSED]
 
 
-@pytest.mark.parametrize("row", marked(ROWS))
+@pytest.mark.parametrize("row", fused(ROWS))
 def test_modules_and_functions(row: Row) -> None:
     assert_row(row, TwiceLower, TwiceFloat32)
 
 
-@pytest.mark.parametrize("row", marked(LOSSES))
+@pytest.mark.parametrize("row", fused(LOSSES))
 def test_losses(row: Row) -> None:
     assert_row(row, WithLoss)
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hfta_tune.fusion.kernels._autocast import cast_arguments
+from hfta_tune.fusion.kernels._autocast import cast_arguments, cast_result
 from hfta_tune.fusion.kernels._linear import linear
 from hfta_tune.fusion.kernels._loss import cross_entropy
 from hfta_tune.fusion.kernels._norm import batch_norm
@@ -51,6 +51,7 @@ class LaneKernels(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        given = args
         args, kwargs = cast_arguments(func, args, kwargs or {})
         kernel = _KERNELS.get(func)
         if kernel is not None:
@@ -61,4 +62,4 @@ class LaneKernels(TorchFunctionMode):
         if inlined is not None:
             with self:
                 return inlined(*args, **kwargs)
-        return func(*args, **kwargs)
+        return cast_result(func, given, func(*args, **kwargs))
