@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
@@ -29,6 +30,8 @@ from hfta_tune.fusion.vmapped import Step
 from hfta_tune.fusion.vmapped_steps import VmappedSteps
 
 __all__ = ["FusedArray"]
+
+logger = logging.getLogger(__name__)
 
 _DEFAULTS = Options()
 
@@ -175,6 +178,9 @@ class FusedArray:
         begin = self._now()
         losses = run()
         self._choice.record(strategy, self._now() - begin)
+        if not self._choice.measuring(self.strategy):
+            figures = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in self.seconds_a_step.items())
+            logger.info("%d lanes train by the strategy %r; a step: %s.", len(self.lanes), self.strategy, figures)
         return losses
 
     def compile_if_it_pays(self, steps_left: float) -> float | None:
@@ -253,6 +259,7 @@ class FusedArray:
     # Lane by lane
 
     def _train_alone(self, step: Step, batch: Any, update: bool) -> dict[str, Tensor]:
+        self._stacking.own_models_in_mode()
         pooled = self._pooled()
         if pooled is None:
             self._stacking.unstack()
@@ -333,6 +340,7 @@ class FusedArray:
         """
         if self.evaluation_strategy == VMAP:
             return self._vmapped.metrics(step, batch)
+        self._stacking.own_models_in_mode()
         return [
             evaluate_lane(
                 functools.partial(step, [lane], lane.model, own, self._values_of(lane)),
@@ -353,6 +361,7 @@ class FusedArray:
         """Compare a fused strategy with plain PyTorch before its first step; give it up if they differ."""
         assert self._audit is not None
         self._audited.add(strategy)
+        self._stacking.own_models_in_mode()
         audit = audit_vmap if strategy == VMAP else audit_compiled
         devices = [self._device] if self._device.type == "cuda" else []
         try:

@@ -34,6 +34,7 @@ class Stacking:
         self._optimizers: ArrayOptimizers | None = None
         self._template: Template | None = None
         self._are_views = False
+        self._mode_of_lanes: bool | None = None
 
     @property
     def optimizers(self) -> ArrayOptimizers | None:
@@ -54,17 +55,24 @@ class Stacking:
             self.lanes.remove(lane)
             lane.detach_storage()
         self.lanes.extend(join)
+        self._mode_of_lanes = None
         self._drop()
         if len(self.lanes) == 1:
             self.unstack()
 
     def set_mode(self, *, training: bool) -> None:
-        """Put all models in training or evaluation mode."""
+        """Put the models in training or evaluation mode; the lanes' own follow when they are called."""
         self.training = training
+        self._mode_of_lanes = None
         if self._template is not None:
             self._template.train(training)
-        for lane in self.lanes:
-            lane.model.train(training)
+
+    def own_models_in_mode(self) -> None:
+        """Put the lanes' own models in the present mode, before they are called."""
+        if self._mode_of_lanes is not self.training:
+            self._mode_of_lanes = self.training
+            for lane in self.lanes:
+                lane.model.train(self.training)
 
     def whole(self) -> tuple[LaneStack, ArrayOptimizers, Template]:
         """Everything stacked, as vmap needs it.

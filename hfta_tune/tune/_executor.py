@@ -32,10 +32,14 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from hfta_tune.packing import Packer, WorkerState
 from hfta_tune.trainable import FusedTrainable
 from hfta_tune.tune._actor import WorkerActor
+from hfta_tune.tune._logs import DeferredLogs
 
 __all__ = ["LaneActorManager", "pack_trials_of", "prepare_worker_process"]
 
 logger = logging.getLogger(__name__)
+
+# Between them the driver looks whether a worker has news.
+_LOGS_AT_A_TIME = 12
 
 
 def pack_trials_of(tune_controller: Any, lanes: int, *, audit: bool = False) -> LaneActorManager:
@@ -50,8 +54,10 @@ def pack_trials_of(tune_controller: Any, lanes: int, *, audit: bool = False) -> 
             audit=audit,
             more_trials_expected=functools.partial(_more_trials_expected, controller),
             pausing=functools.partial(_pausing, controller),
+            stopping=functools.partial(_stopping, controller),
             iterations_left=functools.partial(_iterations_left, controller),
         )
+        manager.logs.take_over(controller._callbacks._callbacks)
     return manager
 
 
@@ -81,9 +87,15 @@ def _pausing(controller: Any) -> bool:
     return bool(pausing) and any(trial.trial_id in pausing and trial.is_saving for trial in controller._running_trials)
 
 
+def _stopping(controller: Any) -> bool:
+    """Whether the controller is about to stop the whole experiment, or single trials at somebody's request."""
+    return bool(controller._should_stop_experiment or controller._stop_queue or controller._stopper.stop_all())
+
+
 def prepare_worker_process() -> None:
     """Adapt Tune's Trainable to a process that hosts many: keep the working directory, share parameters."""
     os.environ[RAY_CHDIR_TO_TRIAL_DIR] = "0"
+    os.environ["PL_DISABLE_FORK"] = "1"  # Lightning must not fork in a Ray worker: ray issue 28197
     # tune.with_parameters fetches anew for each trial; lanes share one copy, and so one data set.
     fetch = _ParameterRegistry.get
     fetched: dict[Any, Any] = {}
@@ -193,6 +205,7 @@ class LaneActorManager(RayActorManager):
         self._audit = False
         self._more_trials_expected: Callable[[], bool] = lambda: False
         self._pausing: Callable[[], bool] = lambda: False
+        self._stopping: Callable[[], bool] = lambda: False
         self._iterations_left: Callable[[], float | None] = lambda: None
         self._workers: dict[int, _Worker] = {}
         self._worker_actors: set[TrackedActor] = set()
@@ -202,6 +215,7 @@ class LaneActorManager(RayActorManager):
         self._requests: dict[TrackedActor, TrackedActorTask] = {}
         self._started: deque[TrackedActor] = deque()
         self._outcomes: deque[tuple[TrackedActorTask, Any]] = deque()
+        self.logs = DeferredLogs()
         self._said: set[str] = set()
         self._worker_class: Any = None
         self._no_metrics: ray.ObjectRef | None = None
@@ -213,6 +227,7 @@ class LaneActorManager(RayActorManager):
         audit: bool,
         more_trials_expected: Callable[[], bool],
         pausing: Callable[[], bool],
+        stopping: Callable[[], bool],
         iterations_left: Callable[[], float | None],
     ) -> None:
         """Say how many lanes a worker has, and how to ask the controller what is to come."""
@@ -220,6 +235,7 @@ class LaneActorManager(RayActorManager):
         self._audit = audit
         self._more_trials_expected = more_trials_expected
         self._pausing = pausing
+        self._stopping = stopping
         self._iterations_left = iterations_left
 
     def summary(self) -> str:
@@ -317,11 +333,25 @@ class LaneActorManager(RayActorManager):
                 tracked._on_start(tracked)
             return True
         if self._outcomes and not self._pausing():
-            self._hand_out(*self._outcomes.popleft())
+            self._hand_out_some()
             return True
         # The controller had its chance to fill free lanes: it is asked before each call of next().
         self._send_rounds()
+        if self.logs:
+            self.logs.write(most=_LOGS_AT_A_TIME)
+            return super().next(0) or True
         return super().next(timeout)
+
+    def _hand_out_some(self) -> None:
+        """Hand out results until one changes more than its own trial, which the controller is to see first.
+
+        As long as trials simply train on, a step of the controller for each result would find nothing to do.
+        """
+        while self._outcomes:
+            task, outcome = self._outcomes.popleft()
+            self._hand_out(task, outcome)
+            if task._tracked_actor not in self._requests or self._stopping():
+                return
 
     def _hand_out(self, task: TrackedActorTask, outcome: Any) -> None:
         if isinstance(outcome, RayTaskError):
@@ -432,10 +462,9 @@ class LaneActorManager(RayActorManager):
     def _open_worker(self, number: int, resource_request: ResourceRequest) -> None:
         if self._worker_class is None:
             propagated = {name: os.environ[name] for name in ENV_VARS_TO_PROPAGATE if name in os.environ}
-            # Lightning must not fork in a Ray worker: ray issue 28197.
-            self._worker_class = ray.remote(runtime_env={"env_vars": {"PL_DISABLE_FORK": "1", **propagated}})(
-                WorkerActor
-            )
+            # Without an environment of its own, a worker takes one of the processes that Ray keeps ready.
+            remote: Any = ray.remote(runtime_env={"env_vars": propagated}) if propagated else ray.remote
+            self._worker_class = remote(WorkerActor)
         head = {} if resource_request.head_bundle_is_empty else resource_request.bundles[0]
         kwargs = {
             "lanes": self._packer.lanes,
@@ -499,6 +528,7 @@ class LaneActorManager(RayActorManager):
         return len(self._pending_actors_to_attrs) - requested
 
     def cleanup(self) -> None:
+        self.logs.write()
         for tracked in self._lanes:
             self._live_actors_to_ray_actors_resources.pop(tracked, None)
             self._pending_actors_to_attrs.pop(tracked, None)

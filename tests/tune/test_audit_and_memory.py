@@ -95,9 +95,9 @@ def test_no_more_trials_than_fit_are_placed_once_memory_has_run_out(storage: str
         """In the worker's process, two lanes fit into a fused step."""
 
         def build_model(self, config: dict[str, Any]) -> nn.Module:
-            from hfta_tune.fusion import array
+            from hfta_tune.fusion import vmapped_steps
 
-            real = array.call_for_all
+            real = vmapped_steps.call_for_all
 
             def call_for_all(step: Any, lanes: Any, *arguments: Any) -> Any:
                 if len(lanes) > 2:
@@ -105,7 +105,7 @@ def test_no_more_trials_than_fit_are_placed_once_memory_has_run_out(storage: str
                 return real(step, lanes, *arguments)
 
             if real.__module__.startswith("hfta_tune"):
-                array.call_for_all = call_for_all
+                vmapped_steps.call_for_all = call_for_all
             return super().build_model(config)
 
     rounds = Rounds()

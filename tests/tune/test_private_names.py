@@ -85,6 +85,10 @@ def test_the_controller() -> None:
         "_paused_trials",
         "_running_trials",
         "_cached_trial_decisions",
+        "_should_stop_experiment",
+        "_stop_queue",
+        "_stopper",
+        "_callbacks",
     ):
         assert f"self.{name}" in source, name
 
