@@ -39,7 +39,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def messages(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
     """What the user has been told so far: by warnings, or by the log."""
-    with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.INFO, logger="hfta_tune"):
+    with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING, logger="hfta_tune"):
         warnings.simplefilter("always")
 
         def texts() -> list[str]:

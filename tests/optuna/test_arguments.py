@@ -122,7 +122,7 @@ def test_device(line: Any, monkeypatch: pytest.MonkeyPatch, device: Any) -> None
     devices = []
 
     class OnCPU(Worker):
-        def __init__(self, lanes: int = 1, *, device: str | torch.device | None = None) -> None:
+        def __init__(self, lanes: int = 1, *, device: Any = None, audit: bool = False) -> None:
             devices.append(device)
             super().__init__(lanes, device="cpu")
 
