@@ -167,15 +167,9 @@ class Ours(Contender):
         self.rounds = _Rounds(batches)
         kind = _trainable(workload, self.rounds)
         self.worker = Worker(len(rates), device=device)
-        try:
-            for lane, rate in enumerate(rates):
-                config = {"lr": rate, "seed": lane}
-                self.worker.add(str(lane), kind._outside_tune(config), config)
-        except Exception as error:
-            if len(workload.parts) == 1:
-                raise
-            reason = str(error).splitlines()[0]
-            raise Unavailable(f"pending until Worker takes several optimizers a trial: {reason:.120}") from error
+        for lane, rate in enumerate(rates):
+            config = {"lr": rate, "seed": lane}
+            self.worker.add(str(lane), kind._outside_tune(config), config)
 
     @property
     def strategy(self) -> str:

@@ -9,10 +9,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hfta_tune.fusion import ONLY, PRECISIONS, Clipping, FusionError, Options, optimizer_split
+from hfta_tune.fusion import (
+    ONLY,
+    PRECISIONS,
+    Clipping,
+    FusionError,
+    Options,
+    obstacle_of_optimizers,
+    optimizer_split,
+)
 from hfta_tune.fusion.clipping import ALGORITHMS
 
 __all__ = [
+    "check_closures",
     "check_hooks",
     "check_own_parameters",
     "check_schedule",
@@ -127,6 +136,16 @@ def checked_optimizers(name: str, optimizers: Any) -> dict[str, Optimizer]:
                     f"shape {list(parameter.shape)}. Give each parameter to one optimizer."
                 )
     return dict(optimizers)
+
+
+def check_closures(name: str, optimizers: Mapping[str, Optimizer], options: Options) -> None:
+    """Check that an optimizer that evaluates the loss itself is alone, and steps on every batch."""
+    obstacle = obstacle_of_optimizers(optimizers)
+    if obstacle is not None and (len(optimizers) > 1 or options.accumulate > 1):
+        raise FusionError(
+            f"trial {name}: {obstacle}, so it must be the only optimizer and accumulate_grad_batches must "
+            "be 1. Use an optimizer that needs no closure."
+        )
 
 
 def checked_schedulers(name: str, optimizers: Mapping[str, Optimizer], schedulers: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from hfta_tune._checkpoint import CHECKPOINT_FILE, BuiltNumbers, built_numbers, put_state, read_checkpoint, state_of
 from hfta_tune._checks import (
+    check_closures,
     check_hooks,
     check_own_parameters,
     check_schedule,
@@ -57,7 +58,7 @@ from hfta_tune.fusion import (
     first_line,
     form_of_optimizer,
     model_signature,
-    obstacle_of_optimizer,
+    obstacle_of_optimizers,
 )
 
 __all__ = ["CHECKPOINT_FILE", "Worker"]
@@ -79,7 +80,6 @@ class _Trial:
     built: BuiltNumbers
     options: Options
     steps_per_round: int | None
-    optimizer_obstacle: str | None
     epoch: int = 0
     array: FusedArray | None = None
     key: Any = None
@@ -213,12 +213,7 @@ class Worker:
         for key, own in schedulers.items():
             check_schedule(trial_id, trainable, optimizers[key], own)
         options = checked_options(trial_id, trainable, config)
-        obstacle = next(filter(None, map(obstacle_of_optimizer, optimizers.values())), None)
-        if obstacle is not None and (len(optimizers) > 1 or options.accumulate > 1):
-            raise FusionError(
-                f"trial {trial_id}: {obstacle}, so it must be the only optimizer and accumulate_grad_batches must "
-                "be 1. Use an optimizer that needs no closure."
-            )
+        check_closures(trial_id, optimizers, options)
         with self._own_randomness(int(trainable.seed)):
             in_use = [trial.data for trial in self._trials.values()]
             data = self._loaders.get(trial_id, trainable, config, in_use)
@@ -246,7 +241,6 @@ class Worker:
             built,
             options,
             checked_steps_per_round(trial_id, trainable, config),
-            obstacle,
         )
 
     def remove(self, trial_id: str) -> None:
@@ -364,7 +358,7 @@ class Worker:
                 f"its models cannot be compared ({attribute}); keep only plain values and tensors as "
                 "attributes of modules"
             )
-        return trial.optimizer_obstacle
+        return obstacle_of_optimizers(trial.lane.optimizers)
 
     def _arrange(self, trials: Iterable[_Trial], *, apart: bool = False) -> list[FusedArray]:
         """Put trials of equal signature into one array each; return the arrays.

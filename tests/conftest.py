@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from hfta_tune.fusion import COMPILED, LANE_BY_LANE
+from hfta_tune.fusion import COMPILED, LANE_BY_LANE, FusionWarning
 from hfta_tune.fusion.choice import StrategyChoice
 from hfta_tune.fusion.compiled import BoundStep
 
@@ -50,3 +52,11 @@ def compiled_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(BoundStep, "__call__", call)
     return taken
+
+
+@pytest.fixture
+def said() -> Iterator[Callable[[], list[str]]]:
+    """What the user has been warned of so far."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield lambda: [str(warning.message) for warning in caught if issubclass(warning.category, FusionWarning)]

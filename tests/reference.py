@@ -77,12 +77,16 @@ class Run:
             self.optimizer.zero_grad()
             loss = self.task.training_step(self.model, batch, self.config)
             loss.backward()
+            self.clip()
             self.optimizer.step()
             if self.lr_scheduler is not None and self.interval == "step":
                 self.lr_scheduler.step()
             total += float(loss.detach()) * batch_size(batch)
             samples += batch_size(batch)
         return total / samples
+
+    def clip(self) -> None:
+        """Clips nothing; a test's own run may."""
 
     @torch.no_grad()
     def _validate(self) -> dict[str, float]:

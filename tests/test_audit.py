@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import optuna
 import pytest
 import torch
-from fusion.breadth import fused
+from fusion.breadth import fused, run_round
 from reference import CNN, TRAIN_SAMPLES, DampedMomentum, Run, Task, assert_same
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +17,7 @@ from torch.optim import lr_scheduler
 
 import hfta_tune
 from hfta_tune import Worker
-from hfta_tune.fusion import COMPILED, LANE_BY_LANE, VMAP, FusionWarning
+from hfta_tune.fusion import COMPILED, LANE_BY_LANE, VMAP
 from hfta_tune.fusion import array as array_module
 from hfta_tune.fusion.compiled import BoundStep
 from hfta_tune.fusion.kernels import _mode
@@ -155,14 +154,6 @@ def start(kind: type[Task], *, audit: bool = True, strategy: str | None = None) 
     return worker
 
 
-def run_round(worker: Worker, **arguments: Any) -> dict[str, Any]:
-    results = worker.run_round(**arguments)
-    for result in results.values():
-        if isinstance(result, Exception):
-            raise result
-    return results
-
-
 def strategies(worker: Worker) -> set[str]:
     return {array["strategy"] for array in worker.describe()["arrays"]}
 
@@ -181,14 +172,6 @@ def audits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(array_module, name, audit)
     return done
-
-
-@pytest.fixture
-def said() -> Iterator[Callable[[], list[str]]]:
-    """What the user has been warned of so far."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield lambda: [str(warning.message) for warning in caught if issubclass(warning.category, FusionWarning)]
 
 
 RIGHT = [

@@ -15,6 +15,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from fusion.breadth import run_round
 from reference import LANES, MODELS, OPTIMIZERS, SCHEDULES, Config, Snapshot, Task, assert_like, assert_same
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -65,15 +66,6 @@ def start(task: type[Task], configs: Sequence[Config], lanes: int | None = None)
     for trial, config in zip(TRIALS, configs, strict=False):
         add(worker, trial, trainable, config)
     return worker
-
-
-def run_round(worker: Worker) -> dict[str, dict[str, float]]:
-    """One round in which nothing may go wrong."""
-    results = worker.run_round()
-    for result in results.values():
-        if isinstance(result, Exception):
-            raise result
-    return results
 
 
 def alone(task: type[Task], configs: Sequence[Config], rounds: int = ROUNDS) -> list[list[Snapshot]]:

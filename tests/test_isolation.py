@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fusion.breadth import fused
-from reference import CNN, STEPS_A_ROUND, Config, Run, assert_same, batch_size
+from reference import CNN, STEPS_A_ROUND, Config, Run, assert_same
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -81,20 +81,8 @@ class InTheOptimizer(Common):
 class Alone(Run):
     """The plain loop, with clipping."""
 
-    def _train(self) -> float:
-        self.model.train()
-        total = samples = 0.0
-        for batch in self.train_loader:
-            self.optimizer.zero_grad()
-            loss = self.task.training_step(self.model, batch, self.config)
-            loss.backward()
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config["gradient_clip_val"])
-            self.optimizer.step()
-            if self.interval == "step":
-                self.lr_scheduler.step()
-            total += float(loss.detach()) * batch_size(batch)
-            samples += batch_size(batch)
-        return total / samples
+    def clip(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config["gradient_clip_val"])
 
 
 def add(worker: Worker, kind: type[FusedTrainable], trial: str) -> None:

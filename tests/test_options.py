@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fusion.breadth import fused
+from fusion.breadth import fused, run_round
 from reference import Config, DampedMomentum, assert_same
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -149,14 +149,6 @@ def start(kind: type[Any], configs: list[Config], strategy: str | None = None, l
     for trial, config in zip(TRIALS, configs, strict=False):
         add(worker, kind, trial, config)
     return worker
-
-
-def run_round(worker: Worker, **arguments: Any) -> dict[str, Any]:
-    results = worker.run_round(**arguments)
-    for result in results.values():
-        if isinstance(result, Exception):
-            raise result
-    return results
 
 
 def assert_equal_to_alone(worker: Worker, runs: dict[str, Alone], rounds: int = ROUNDS, atol: float = 1e-6) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 import hfta_tune
 from hfta_tune import Worker
-from hfta_tune.fusion import LANE_BY_LANE, VMAP, FusionWarning
+from hfta_tune.fusion import LANE_BY_LANE, VMAP
 from hfta_tune.fusion import vmapped_steps as steps_module
 from hfta_tune.fusion.optimizers import ArrayOptimizers
 
@@ -123,13 +122,6 @@ def _limited(own: Memory, real: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return call_for_all
-
-
-@pytest.fixture
-def said() -> Iterator[Callable[[], list[str]]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield lambda: [str(warning.message) for warning in caught if issubclass(warning.category, FusionWarning)]
 
 
 def add(worker: Worker, kind: type[Any], lane: int, **options: Any) -> None:

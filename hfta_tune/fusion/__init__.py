@@ -11,7 +11,7 @@ from hfta_tune.fusion.compiled_steps import StepCache
 from hfta_tune.fusion.errors import FusionError, FusionWarning
 from hfta_tune.fusion.failure import LanesDiffer, TornByOutOfMemory, VmapFailed, first_line
 from hfta_tune.fusion.lane import ONLY, Lane
-from hfta_tune.fusion.optimizers import form_of_optimizer, obstacle_of_optimizer
+from hfta_tune.fusion.optimizers import form_of_optimizer, obstacle_of_optimizer, obstacle_of_optimizers
 from hfta_tune.fusion.options import PRECISIONS, Options
 from hfta_tune.fusion.signature import Signature, model_signature, optimizer_split
 from hfta_tune.fusion.vmapped import Step
@@ -42,5 +42,6 @@ __all__ = [
     "form_of_optimizer",
     "model_signature",
     "obstacle_of_optimizer",
+    "obstacle_of_optimizers",
     "optimizer_split",
 ]

@@ -14,7 +14,7 @@ from hfta_tune.fusion.lane import Lane
 from hfta_tune.fusion.optimizers import obstacle_of_optimizer
 from hfta_tune.fusion.options import Options
 
-__all__ = ["evaluate_lane", "step_lane", "train_lane"]
+__all__ = ["clip_lane", "evaluate_lane", "step_lane", "train_lane"]
 
 
 def train_lane(
@@ -77,7 +77,7 @@ def _train(
         def closure(optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
             optimizer.zero_grad()
             loss = backward()
-            _clip(lane)
+            clip_lane(lane)
             return loss
 
         optimizer.step(closure)  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def _train(
 def step_lane(lane: Lane) -> None:
     """Step a lane's own optimizers by its clipped gradients; what they raise is put into its `error`."""
     try:
-        _clip(lane)
+        clip_lane(lane)
         for optimizer in lane.optimizers.values():
             optimizer.step()
     except Exception as error:
@@ -99,7 +99,8 @@ def step_lane(lane: Lane) -> None:
     lane.drop_gradients()
 
 
-def _clip(lane: Lane) -> None:
+def clip_lane(lane: Lane) -> None:
+    """Clip the gradients of a lane's own parameters in place, each optimizer's for themselves."""
     if lane.clipping is not None:
         for name in lane.optimizers:
             lane.clipping.clip(lane.trained_by(name))

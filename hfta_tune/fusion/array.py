@@ -322,10 +322,7 @@ class FusedArray:
 
     def _values_of(self, lane: Lane) -> dict[str, Tensor]:
         if lane not in self._values:
-            dtype = torch.get_default_dtype()
-            self._values[lane] = {
-                name: torch.tensor(v, dtype=dtype, device=self._device) for name, v in lane.values.items()
-            }
+            self._values[lane] = lane.numbers_on(self._device)
         return self._values[lane]
 
     # Evaluation

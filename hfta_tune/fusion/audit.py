@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hfta_tune.fusion.alone import train_lane
+from hfta_tune.fusion.alone import clip_lane, train_lane
 from hfta_tune.fusion.batch import clone_batch
 from hfta_tune.fusion.failure import first_line
 from hfta_tune.fusion.lane import Lane
@@ -84,14 +84,14 @@ def audit_vmap(lanes: Sequence[Lane], options: Options, step: Step, batch: Any, 
         NotAuditable: if the step draws random numbers besides, or a lane cannot be copied.
         VmapFailed: if it does not run under vmap.
     """
-    options = replace(options, accumulate=max(2, options.accumulate))  # so that gradients are kept
+    options = _keeping_gradients(options)
     alone, fused = _copies(lanes), _copies(lanes)
     originals = dict(zip((*alone, *fused), (*lanes, *lanes), strict=True))
     device = next(iter(lanes[0].model.parameters())).device
     before = _random_state(device)
     expected = []
     for lane in alone:
-        call = functools.partial(step, [originals[lane]], lane.model, clone_batch(batch), _values(lane, device))
+        call = functools.partial(step, [originals[lane]], lane.model, clone_batch(batch), lane.numbers_on(device))
         expected.append(train_lane(call, lane, options, device, update=False))
         if lane.error is not None:
             return None  # it fails alone too, and will be told so
@@ -99,19 +99,13 @@ def audit_vmap(lanes: Sequence[Lane], options: Options, step: Step, batch: Any, 
         raise _draws_random_numbers()
     array = array_of(fused, options)
     relative = _relative(lanes, options)
-
-    def step_of_copies(members: Sequence[Lane], model: nn.Module, batch: Any, values: Mapping[Any, Tensor]) -> Any:
-        return step([originals[member] for member in members], model, batch, values)
-
-    got = array.train_step(step_of_copies, clone_batch(batch))
+    got = array.train_step(_for_copies(step, originals), clone_batch(batch))
     gradients = array.accumulated_gradients()
 
     def differences() -> Iterator[Difference | None]:
         for row, (own, other) in enumerate(zip(alone, fused, strict=True)):
             for name, loss in expected[row].items():
-                yield _difference(
-                    own.name, f"the loss {name!r}" if name else "the loss", loss, got[name][row], relative
-                )
+                yield _of_loss(own, name, loss, got[name][row], relative)
             of_own = {name: parameter.grad for name, parameter in own.parameters()}
             for name, gradient in of_own.items():
                 one = torch.zeros(()) if gradient is None else gradient
@@ -142,11 +136,8 @@ def audit_compiled(
     started = [_parameters(lane) for lane in lanes]
     vmapped, compiled, probe = _copies(lanes), _copies(lanes), _copies(lanes)
     originals = dict(zip((*vmapped, *probe), (*lanes, *lanes), strict=True))
-
-    def step_of_copies(members: Sequence[Lane], model: nn.Module, batch: Any, values: Mapping[Any, Tensor]) -> Any:
-        return step([originals[member] for member in members], model, batch, values)
-
-    probing = array_of(probe, replace(options, accumulate=max(2, options.accumulate)))
+    step_of_copies = _for_copies(step, originals)
+    probing = array_of(probe, _keeping_gradients(options))
     probing.train_step(step_of_copies, clone_batch(batch))
     gradients = probing.accumulated_gradients()
     expected = array_of(vmapped, options).train_step(step_of_copies, clone_batch(batch), last=True)
@@ -157,8 +148,7 @@ def audit_compiled(
     def differences() -> Iterator[Difference | None]:
         for row, (own, other) in enumerate(zip(vmapped, compiled, strict=True)):
             for name, losses in expected.items():
-                what = f"the loss {name!r}" if name else "the loss"
-                yield _difference(own.name, what, losses[row], got[name][row], relative)
+                yield _of_loss(own, name, losses[row], got[name][row], relative)
             yield from _of_buffers(own, other, relative)
             theirs = dict(other.parameters())
             for name, parameter in own.parameters():
@@ -170,6 +160,20 @@ def audit_compiled(
                     yield _of_update(own.name, name, before, parameter[counts], theirs[name][counts], 10 * relative)
 
     return next(filter(None, differences()), None)
+
+
+def _keeping_gradients(options: Options) -> Options:
+    """Options with which a first batch's gradients are accumulated and not used up."""
+    return replace(options, accumulate=max(2, options.accumulate))
+
+
+def _for_copies(step: Step, originals: Mapping[Lane, Lane]) -> Step:
+    """A step that speaks for the originals of the lanes that it is called for."""
+
+    def step_of_copies(members: Sequence[Lane], model: nn.Module, batch: Any, values: Mapping[Any, Tensor]) -> Any:
+        return step([originals[member] for member in members], model, batch, values)
+
+    return step_of_copies
 
 
 def _copies(lanes: Sequence[Lane]) -> list[Lane]:
@@ -201,9 +205,8 @@ def _copy_of(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 
 
 def _step(lane: Lane) -> None:
-    for name, optimizer in lane.optimizers.items():
-        if lane.clipping is not None:
-            lane.clipping.clip(lane.trained_by(name))
+    clip_lane(lane)
+    for optimizer in lane.optimizers.values():
         try:
             optimizer.step()
         except Exception as error:
@@ -230,9 +233,8 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _values(lane: Lane, device: torch.device) -> dict[Any, Tensor]:
-    dtype = torch.get_default_dtype()
-    return {name: torch.tensor(value, dtype=dtype, device=device) for name, value in lane.values.items()}
+def _of_loss(lane: Lane, optimizer: str, expected: Tensor, got: Tensor, relative: float) -> Difference | None:
+    return _difference(lane.name, f"the loss {optimizer!r}" if optimizer else "the loss", expected, got, relative)
 
 
 def _of_buffers(one: Lane, other: Lane, relative: float) -> Iterator[Difference | None]:

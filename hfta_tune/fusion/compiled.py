@@ -39,9 +39,9 @@ class CompiledStep:
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         constants = [None if tensor else leaf for tensor, leaf in zip(self._is_tensor, leaves, strict=True)]
         shared = _batch_leaves(tensors)
-        before = [tensor for tensor, batch in zip(self._is_tensor, shared, strict=True) if tensor and not batch]
-        count = sum(tensor and batch for tensor, batch in zip(self._is_tensor, shared, strict=True))
-        self._batch_places = slice(len(before), len(before) + count)  # the batch is last
+        total = sum(self._is_tensor)
+        of_batch = sum(tensor and batch for tensor, batch in zip(self._is_tensor, shared, strict=True))
+        self._batch_places = slice(total - of_batch, total)  # the batch is last
         fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         stand_ins = [
             _stand_in(fake, leaf, number, varies=not batch)

@@ -54,6 +54,11 @@ class Lane:
         groups = self.optimizers[optimizer].param_groups
         return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
 
+    def numbers_on(self, device: torch.device) -> dict[Any, Tensor]:
+        """`values` as 0-d tensors, as a step of this lane alone reads them."""
+        dtype = torch.get_default_dtype()
+        return {name: torch.tensor(value, dtype=dtype, device=device) for name, value in self.values.items()}
+
     def drop_gradients(self) -> None:
         """Forget gradients that the user's code may have left."""
         for _, parameter in self.parameters():

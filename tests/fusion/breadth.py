@@ -40,6 +40,7 @@ __all__ = [
     "named",
     "of",
     "one_thread",
+    "run_round",
     "score",
     "task_of",
     "training",
@@ -234,6 +235,15 @@ def task_of(row: Row) -> type:
 @functools.cache  # two classes, however alike, never share an array
 def fused(task: type) -> type[FusedTrainable]:
     return type("Fused" + task.__name__, (task, FusedTrainable), {})
+
+
+def run_round(worker: Worker, **arguments: Any) -> dict[str, Any]:
+    """A worker's round, in which no trial may fail."""
+    results = worker.run_round(**arguments)
+    for result in results.values():
+        if isinstance(result, Exception):
+            raise result
+    return results
 
 
 @contextlib.contextmanager

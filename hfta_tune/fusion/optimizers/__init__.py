@@ -15,7 +15,12 @@ from hfta_tune.fusion.optimizers._array import (
 )
 from hfta_tune.fusion.optimizers._asgd import FusedASGD
 from hfta_tune.fusion.optimizers._base import FusedOptimizer
-from hfta_tune.fusion.optimizers._choice import form_of_optimizer, fuse_optimizer, obstacle_of_optimizer
+from hfta_tune.fusion.optimizers._choice import (
+    form_of_optimizer,
+    fuse_optimizer,
+    obstacle_of_optimizer,
+    obstacle_of_optimizers,
+)
 from hfta_tune.fusion.optimizers._nadam import FusedNAdam
 from hfta_tune.fusion.optimizers._native import GroupUpdate, NativeOptimizer
 from hfta_tune.fusion.optimizers._radam import FusedRAdam
@@ -45,6 +50,7 @@ __all__ = [
     "form_of_updates",
     "fuse_optimizer",
     "obstacle_of_optimizer",
+    "obstacle_of_optimizers",
     "tensors_of_updates",
     "with_tensors",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfta_tune.fusion.optimizers._native import GroupUpdate, ParameterGroup
 
-__all__ = ["average", "average_squares", "logarithm", "move_moments", "numbers_of_moments", "power"]
+__all__ = ["average", "average_squares", "logarithm", "move_moments", "numbers_of_moments", "power", "renew_buffers"]
 
 
 def logarithm(number: float) -> float:
@@ -31,6 +31,14 @@ def average_squares(averages: list[Tensor], values: list[Tensor], kept: list[Ten
     """Averages <- kept * averages + taken * values ** 2, in place."""
     torch._foreach_mul_(averages, kept)
     torch._foreach_addcmul_(averages, torch._foreach_mul(values, taken), values)
+
+
+def renew_buffers(buffers: list[Tensor], values: list[Tensor], update: GroupUpdate) -> None:
+    """Buffers <- values, in place; a lane whose momentum is 0 leaves its buffer as it is, as torch does."""
+    if "moves" in update.numbers:
+        moves = update.numbers["moves"] > 0
+        values = [torch.where(moves, value, buffer) for value, buffer in zip(values, buffers, strict=True)]
+    torch._foreach_copy_(buffers, values)
 
 
 def numbers_of_moments(group: ParameterGroup) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from torch.optim import Optimizer
 
@@ -23,7 +23,7 @@ from hfta_tune.fusion.optimizers._sgd import FusedSGD
 from hfta_tune.fusion.optimizers._views import OptimizerViews
 from hfta_tune.fusion.stack import LaneStack
 
-__all__ = ["form_of_optimizer", "fuse_optimizer", "obstacle_of_optimizer"]
+__all__ = ["form_of_optimizer", "fuse_optimizer", "obstacle_of_optimizer", "obstacle_of_optimizers"]
 
 _NATIVE: tuple[type[NativeOptimizer], ...] = (
     FusedSGD,
@@ -65,3 +65,8 @@ def obstacle_of_optimizer(optimizer: Optimizer) -> str | None:
         needed = closure is not None and closure.default is inspect.Parameter.empty
         _OBSTACLES[kind] = f"{kind.__name__}.step evaluates the loss itself, through a closure" if needed else None
     return _OBSTACLES[kind]
+
+
+def obstacle_of_optimizers(optimizers: Mapping[str, Optimizer]) -> str | None:
+    """Return the first obstacle among a trial's optimizers, or None."""
+    return next(filter(None, map(obstacle_of_optimizer, optimizers.values())), None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from hfta_tune.fusion.lane import ONLY, Lane
@@ -54,29 +53,3 @@ class ClockedOptimizer(NativeOptimizer):
                 group.start(name, keys, first)
         form = (names, tuple(group.flags.items()), tuple(numbers), clock_of)
         return GroupUpdate(names, numbers, {key: group.state[key] for key in keys}, clocks, clock_of, form)
-
-    @staticmethod
-    def _decay(group: ParameterGroup) -> dict[str, Tensor]:
-        """The number of weight decay, coupled or decoupled; none where no lane decays."""
-        decay = group.numbers.host("weight_decay")
-        if not any(decay):
-            return {}
-        if group.flags.get("decoupled_weight_decay"):
-            kept = [1 - rate * number for rate, number in zip(group.numbers.host("lr"), decay, strict=True)]
-            return {"1-lr*decay": group.numbers.device("1-lr*decay", kept, group.wide)}
-        return {"decay": group.numbers.device("decay", decay, group.dtype)}
-
-    @staticmethod
-    def _decayed(parameters: list[Tensor], gradients: list[Tensor], update: GroupUpdate) -> list[Tensor]:
-        """Return the gradients as formulas read them: with the sign of a descent and the coupled decay.
-
-        A decoupled decay is done to the parameters, in place.
-        """
-        _, flags, present, _ = update.form
-        if dict(flags)["maximize"]:
-            gradients = list(torch._foreach_neg(gradients))
-        if "1-lr*decay" in present:
-            torch._foreach_mul_(parameters, update.number("1-lr*decay"))
-        if "decay" in present:
-            gradients = list(torch._foreach_addcmul(gradients, parameters, update.number("decay")))
-        return gradients

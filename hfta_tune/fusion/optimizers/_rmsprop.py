@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hfta_tune.fusion.optimizers._averages import average, average_squares
+from hfta_tune.fusion.optimizers._averages import average, average_squares, renew_buffers
 from hfta_tune.fusion.optimizers._clocked import ClockedOptimizer
 from hfta_tune.fusion.optimizers._native import GroupUpdate, ParameterGroup
 
@@ -79,10 +79,5 @@ class FusedRMSprop(ClockedOptimizer):
         if "momentum" in present:
             buffers = update.entries(_BUFFER)
             torch._foreach_add_(directions, torch._foreach_mul(buffers, update.number("momentum")))
-            if "moves" in present:  # a lane whose momentum is 0 leaves its buffer as it is, as torch does
-                moves = update.numbers["moves"] > 0
-                moved = [torch.where(moves, d, b) for d, b in zip(directions, buffers, strict=True)]
-                torch._foreach_copy_(buffers, moved)
-            else:
-                torch._foreach_copy_(buffers, directions)
+            renew_buffers(buffers, directions, update)
         torch._foreach_addcmul_(parameters, directions, update.number("-lr"))

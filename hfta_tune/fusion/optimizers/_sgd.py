@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hfta_tune.fusion.lane import ONLY, Lane
+from hfta_tune.fusion.optimizers._averages import renew_buffers
 from hfta_tune.fusion.optimizers._native import GroupUpdate, NativeOptimizer, ParameterGroup
 from hfta_tune.fusion.stack import LaneStack
 
@@ -34,10 +35,8 @@ class FusedSGD(NativeOptimizer):
     def _prepare(self, group: ParameterGroup, names: tuple[str, ...]) -> GroupUpdate:
         read, send = group.numbers.host, group.numbers.device
         dtype = group.dtype
-        decay, momentum = read("weight_decay"), read("momentum")
-        numbers = {"-lr": send("-lr", [-number for number in read("lr")], dtype)}
-        if any(decay):
-            numbers["decay"] = send("decay", decay, dtype)
+        momentum = read("momentum")
+        numbers = {"-lr": send("-lr", [-number for number in read("lr")], dtype), **self._decay(group)}
         histories: list[tuple[bool, ...]] = []
         which: list[int] = []
         if any(momentum):
@@ -73,23 +72,14 @@ class FusedSGD(NativeOptimizer):
     @classmethod
     def _apply(cls, parameters: list[Tensor], gradients: list[Tensor], update: GroupUpdate) -> None:
         _, flags, present, which = update.form
-        options, numbers, many = dict(flags), update.numbers, len(parameters)
-        if options["maximize"]:
-            gradients = list(torch._foreach_neg(gradients))
-        if "decay" in present:
-            gradients = list(torch._foreach_addcmul(gradients, parameters, [numbers["decay"]] * many))
+        numbers = update.numbers
+        gradients = cls._decayed(parameters, gradients, update)
         if "momentum" in present:
-            buffers = [update.state[_BUFFER][name] for name in update.names]
+            buffers = update.entries(_BUFFER)
             moved = list(torch._foreach_mul(buffers, [numbers[f"keep {number}"] for number in which]))
             torch._foreach_addcmul_(moved, gradients, [numbers[f"take {number}"] for number in which])
-            if "moves" in present:  # a lane whose momentum is 0 leaves its buffer as it is, as torch does
-                torch._foreach_copy_(
-                    buffers,
-                    [torch.where(numbers["moves"] > 0, m, b) for m, b in zip(moved, buffers, strict=True)],
-                )
-            else:
-                torch._foreach_copy_(buffers, moved)
-            if options["nesterov"]:
-                moved = list(torch._foreach_addcmul(gradients, buffers, [numbers["momentum"]] * many))
+            renew_buffers(buffers, moved, update)
+            if dict(flags)["nesterov"]:
+                moved = list(torch._foreach_addcmul(gradients, buffers, update.number("momentum")))
             gradients = moved
-        torch._foreach_addcmul_(parameters, gradients, [numbers["-lr"]] * many)
+        torch._foreach_addcmul_(parameters, gradients, update.number("-lr"))
