@@ -15,7 +15,16 @@ from torch.utils import _pytree as pytree
 
 from hfta_tune.fusion import ONLY, FusionError, Lane
 
-__all__ = ["CHECKPOINT_FILE", "BuiltNumbers", "built_numbers", "put_state", "read_checkpoint", "state_of"]
+__all__ = [
+    "CHECKPOINT_FILE",
+    "BuiltNumbers",
+    "built_numbers",
+    "has_entries_of",
+    "live_state_of",
+    "put_state",
+    "read_checkpoint",
+    "state_of",
+]
 
 CHECKPOINT_FILE = "checkpoint.pt"
 BuiltNumbers: TypeAlias = dict[str, list[dict[str, Any]]]
@@ -51,6 +60,13 @@ def state_of(lane: Lane, epoch: int, built: BuiltNumbers) -> dict[str, Any]:
 
     Of several optimizers, the entries about them are dicts by their names.
     """
+    state = live_state_of(lane, epoch, built)
+    copies: dict[str, Any] = pytree.tree_map_only(Tensor, lambda t: t.cpu().clone(), state)
+    return copies
+
+
+def live_state_of(lane: Lane, epoch: int, built: BuiltNumbers) -> dict[str, Any]:
+    """Return a lane's checkpoint of the moment: the tensors in it go on changing, all else does not."""
     schedulers = {name: scheduler.state_dict() for name, scheduler in lane.schedulers.items()}
     state = {
         "model": dict(lane.model.state_dict()),
@@ -59,8 +75,8 @@ def state_of(lane: Lane, epoch: int, built: BuiltNumbers) -> dict[str, Any]:
         "epoch": epoch,
         "optimizer_numbers": _plain(built),
     }
-    copies: dict[str, Any] = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu().clone(), state)
-    return copies
+    detached: dict[str, Any] = pytree.tree_map_only(Tensor, Tensor.detach, state)
+    return detached
 
 
 def _plain(by_name: Mapping[str, Any]) -> Any:
@@ -72,17 +88,37 @@ def _by_name(value: Any, lane: Lane) -> Mapping[str, Any]:
     return {ONLY: value} if list(lane.optimizers) == [ONLY] else value
 
 
-def put_state(lane: Lane, state: Mapping[str, Any], built: BuiltNumbers) -> int:
+def has_entries_of(lane: Lane, state: Mapping[str, Any]) -> bool:
+    """Whether a lane's optimizers have the very entries of state that a checkpoint has."""
+    saved = _by_name(state["optimizer"], lane)
+    return all(
+        {index: own.keys() for index, own in optimizer.state_dict()["state"].items() if own}
+        == {index: own.keys() for index, own in saved[name]["state"].items() if own}
+        for name, optimizer in lane.optimizers.items()
+    )
+
+
+def put_state(lane: Lane, state: Mapping[str, Any], built: BuiltNumbers, *, in_place: bool = False) -> int:
     """Put a lane into the state of a checkpoint; return its epoch.
 
     A number that build_optimizer now sets otherwise than in the run that was saved holds from now on, as
     when Tune exploits another trial with a changed config; a schedule goes on in proportion to it.
+
+    Args:
+        lane: The lane.
+        state: The checkpoint.
+        built: The numbers of the lane's optimizers as built.
+        in_place: Write into the tensors of the optimizers' state, which are all there and may be those of an
+            array, instead of replacing them.
     """
     epoch = int(state["epoch"])
     lane.model.load_state_dict(state["model"])
     optimizers = _by_name(state["optimizer"], lane)
     for name, optimizer in lane.optimizers.items():
-        optimizer.load_state_dict(copy.deepcopy(optimizers[name]))
+        if in_place:
+            _copy_into(optimizer, optimizers[name])
+        else:
+            optimizer.load_state_dict(copy.deepcopy(optimizers[name]))
     if state["lr_scheduler"] is not None:
         schedulers = _by_name(state["lr_scheduler"], lane)
         for name, scheduler in lane.schedulers.items():
@@ -95,6 +131,19 @@ def put_state(lane: Lane, state: Mapping[str, Any], built: BuiltNumbers) -> int:
                 if new[key] != old[key]:
                     _change(lane, name, index, key, old[key], new[key])
     return epoch
+
+
+def _copy_into(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update({key: copy.deepcopy(value) for key, value in old.items() if key != "params"})
+    for index, entries in saved["state"].items():
+        own = optimizer.state[parameters[index]]
+        for key, old in entries.items():
+            if isinstance(old, Tensor) and isinstance(own[key], Tensor):
+                own[key].copy_(old)
+            else:
+                own[key] = copy.deepcopy(old)
 
 
 def _change(lane: Lane, name: str, index: int, key: str, old: Any, new: Any) -> None:

@@ -37,6 +37,7 @@ from hfta_tune._loaders import Data, DataCache
 from hfta_tune._metrics import RoundMeans
 from hfta_tune._prefetch import on_device
 from hfta_tune._recording import copied, numbers_of
+from hfta_tune._snapshot import Snapshot
 from hfta_tune._steps import Steps
 from hfta_tune.fusion import (
     COMPILED,
@@ -61,9 +62,15 @@ from hfta_tune.fusion import (
     obstacle_of_optimizers,
 )
 
-__all__ = ["CHECKPOINT_FILE", "Worker"]
+__all__ = ["CHECKPOINT_FILE", "RoundAbandoned", "Worker"]
 
 logger = logging.getLogger(__name__)
+
+_MEMORY_FOR_A_SNAPSHOT = 0.1
+
+
+class RoundAbandoned(BaseException):
+    """Raised by what a round calls between its steps, to end it there; no error of any trial."""
 
 
 @dataclass(eq=False, slots=True)
@@ -141,6 +148,9 @@ class Worker:
         self._owners: dict[Lane, tuple[Any, Mapping[Any, Any]]] = {}
         self._loaders = DataCache(self._warn_once)
         self._said: set[str] = set()
+        self._held: dict[str, Snapshot] = {}
+        self._failed: set[str] = set()
+        self._withdrawn: set[_Trial] | None = None
 
     @property
     def free_lanes(self) -> int:
@@ -247,11 +257,17 @@ class Worker:
         """Free a trial's lane; the others go on undisturbed."""
         trial = self._trial(trial_id)
         del self._trials[trial_id]
-        self._park(trial)
+        self._held.pop(trial_id, None)
+        self._failed.discard(trial_id)
+        self._withdraw(trial)
         del self._owners[trial.lane]
 
     def run_round(
-        self, trial_ids: Collection[str] | None = None, *, rounds_left: float | None = None
+        self,
+        trial_ids: Collection[str] | None = None,
+        *,
+        rounds_left: float | None = None,
+        between_steps: Callable[[], None] | None = None,
     ) -> dict[str, dict[str, float] | Exception]:
         """Train one round: one pass over the training data, then one over the validation data.
 
@@ -259,11 +275,14 @@ class Worker:
             trial_ids: The trials that take part; by default all. The others keep their state.
             rounds_left: About how many rounds the worker has before it after this one, where that is known:
                 it tells whether compiling pays.
+            between_steps: Called between the round's steps. It may add and remove trials, load and save them;
+                those that it removes or loads take no further part. If it raises RoundAbandoned, the round ends
+                there and leaves the trials in the middle of it; `rewind` takes them back.
 
         Returns:
             {trial: metrics}. `train_loss` and the validation metrics are means over the round's batches,
             weighted by batch size. A trial whose own code raised has the exception instead, and has
-            lost its lane.
+            lost its lane; one that is held loses it when it is released.
         """
         taking_part = [self._trial(name) for name in (self._trials if trial_ids is None else trial_ids)]
         for trial in self._trials.values():
@@ -273,20 +292,86 @@ class Worker:
         for trial in taking_part:
             groups.setdefault((trial.data, type(trial.trainable), trial.steps_per_round), []).append(trial)
         outcomes: dict[str, dict[str, float] | Exception] = {}
-        for trials in groups.values():
-            outcomes.update(self._run_group(trials, rounds_left or 0))
-        for name, outcome in outcomes.items():
-            if isinstance(outcome, Exception):
-                self.remove(name)
+        withdrawn: set[_Trial] = set()
+        self._withdrawn = withdrawn
+        try:
+            for trials in groups.values():
+                present = [trial for trial in trials if trial not in withdrawn]
+                if present:
+                    outcomes.update(self._run_group(present, rounds_left or 0, between_steps))
+        finally:
+            self._withdrawn = None
+        taking_part = [trial for trial in taking_part if trial not in withdrawn]
+        for trial in taking_part:
+            if isinstance(outcomes[trial.name], Exception):
+                if trial.name in self._held:
+                    self._failed.add(trial.name)
+                else:
+                    self.remove(trial.name)
         return {trial.name: outcomes[trial.name] for trial in taking_part}
+
+    # Rounds that may be taken back
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether a round that was begun can be taken back: the data must begin anew with each."""
+        return all(trial.steps_per_round is None for trial in self._trials.values())
+
+    def hold(self, trial_ids: Iterable[str]) -> bool:
+        """Keep the present state of trials: `state_dict` and `save` give it until they are released.
+
+        Returns:
+            False if memory is short. Then nothing is held.
+        """
+        snapshot = Snapshot()
+        held = [self._trial(name) for name in trial_ids]
+        for trial in held:
+            own_code_runs = trial.array is None or trial.array.strategy == LANE_BY_LANE or len(trial.array.lanes) == 1
+            snapshot.keep(trial.name, trial.lane, trial.epoch, trial.built, attributes=own_code_runs)
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
+            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            if snapshot.nbytes > _MEMORY_FOR_A_SNAPSHOT * free:
+                return False
+        try:
+            snapshot.copy()
+        except RuntimeError:  # torch's word for out of memory, on any device
+            return False
+        self._held.update((trial.name, snapshot) for trial in held)
+        return True
+
+    def release(self, trial_ids: Iterable[str]) -> None:
+        """Let the state that trials have by now be theirs; those that have failed since lose their lanes."""
+        for name in trial_ids:
+            self._held.pop(name, None)
+            if name in self._failed:
+                self.remove(name)
+
+    def rewind(self, trial_ids: Iterable[str]) -> None:
+        """Put held trials back into the state that was kept, and release them."""
+        for name in trial_ids:
+            trial, snapshot = self._trial(name), self._held.pop(name)
+            self._failed.discard(name)
+            trial.lane.error = None
+            if trial.array is not None:
+                trial.array.drop_accumulated_gradients()
+            in_place = snapshot.fits_in_place(name, trial.lane)
+            if not in_place:
+                self._park(trial)
+            trial.epoch = snapshot.put_back(name, trial.lane, trial.built, in_place=in_place)
+
+    # Checkpoints
 
     def state_dict(self, trial_id: str) -> dict[str, Any]:
         """Return a trial's checkpoint in plain PyTorch; its tensors are copies on the CPU.
 
         `model`, `optimizer` and `lr_scheduler` (None without one) are the objects' own state_dict();
-        `epoch` counts the rounds trained; `optimizer_numbers` are the groups' numbers as built.
+        `epoch` counts the rounds trained; `optimizer_numbers` are the groups' numbers as built. Of a trial that
+        is held, it is the state that was kept.
         """
         trial = self._trial(trial_id)
+        if trial_id in self._held:
+            return self._held[trial_id].state(trial_id)
         return state_of(trial.lane, trial.epoch, trial.built)
 
     def load_state_dict(self, trial_id: str, state: Mapping[str, Any]) -> None:
@@ -296,10 +381,11 @@ class Worker:
             FusionError: if the checkpoint does not fit the trial.
         """
         trial = self._trial(trial_id)
-        self._park(trial)
-        before = self.state_dict(trial_id)
+        self._withdraw(trial)
+        before = state_of(trial.lane, trial.epoch, trial.built)
         try:
             trial.epoch = put_state(trial.lane, state, trial.built)
+            self._held.pop(trial_id, None)
         except Exception as error:
             put_state(trial.lane, before, trial.built)
             raise FusionError(
@@ -326,6 +412,12 @@ class Worker:
         if trial_id not in self._trials:
             raise ValueError(f"trial {trial_id} has no lane in this worker; those that do: {', '.join(self._trials)}.")
         return self._trials[trial_id]
+
+    def _withdraw(self, trial: _Trial) -> None:
+        """Take a trial out of its array, and out of the round if one is running."""
+        self._park(trial)
+        if self._withdrawn is not None:
+            self._withdrawn.add(trial)
 
     def _park(self, trial: _Trial) -> None:
         """Take a trial out of its array; it keeps its state in its own objects."""
@@ -408,7 +500,15 @@ class Worker:
 
     # Rounds
 
-    def _run_group(self, trials: list[_Trial], rounds_left: float) -> dict[str, dict[str, float] | Exception]:
+    def _run_group(
+        self, trials: list[_Trial], rounds_left: float, between_steps: Callable[[], None] | None
+    ) -> dict[str, dict[str, float] | Exception]:
+        def between() -> None:
+            if between_steps is not None:
+                between_steps()
+                assert self._withdrawn is not None
+                alive[:] = [trial for trial in alive if trial not in self._withdrawn]
+
         data, kind = trials[0].data, type(trials[0].trainable)
         steps = self._steps[kind]
         means = RoundMeans(self.device)
@@ -433,11 +533,13 @@ class Worker:
                 # numbers before the step that it would draw them after.
                 for number, (batch, last) in enumerate(_with_last(given) if accumulate else zip(given, repeat(False))):
                     self._train_on(batch, number, last, steps, alive, failed, means)
+                    between()
                 self._compile_what_pays(_arrays_of(alive), steps, rounds_left * (number + 1))
                 if data.validation is not None and alive:
                     self._set_mode(self._arrange(alive), training=False)
                     for batch in self._batches(data.validation, "val_dataloader"):
                         self._evaluate_on(batch, steps, alive, failed, means)
+                        between()
             except Exception as error:  # of the data loader, which all of them share
                 for trial in list(alive):
                     self._fail(trial, error, alive, failed)

@@ -58,7 +58,7 @@ class Run:
             metrics |= self._validate()
         if hasattr(self.task, "evaluate"):
             self.model.eval()
-            metrics |= self.task.evaluate(self.model, self.config)
+            metrics |= self.task.evaluate(self.model, self.config) or {}
         if self.lr_scheduler is not None and self.interval == "epoch":
             if self.monitor is None:
                 self.lr_scheduler.step()

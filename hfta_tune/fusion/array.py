@@ -386,6 +386,12 @@ class FusedArray:
         """{name: gradient [lanes, ...]} of the batches since the optimizers' last step."""
         return dict(self._stacking.whole()[0].accumulated)
 
+    def drop_accumulated_gradients(self) -> None:
+        """Forget the gradients of the batches since the optimizers' last step."""
+        self._stacking.drop_accumulated()
+        for lane in self.lanes:
+            lane.drop_gradients()
+
     def step_optimizers(self) -> None:
         """Step the optimizers by the accumulated gradients."""
         stack, optimizers, _ = self._stacking.whole()

@@ -111,6 +111,11 @@ class Stacking:
             self._drop()
             self._are_views = False
 
+    def drop_accumulated(self) -> None:
+        """Forget gradients that the stack has accumulated."""
+        if self._stack is not None:
+            self._stack.accumulated = {}
+
     @contextlib.contextmanager
     def unchanged_buffers(self, *, on: type[BaseException] | None = None) -> Iterator[None]:
         """Undo what a forward pass did to the buffers; with `on` only if it raises that."""

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-import heapq
 import os
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from ray.air.constants import TIME_THIS_ITER_S
 from ray.exceptions import RayTaskError
 
 from hfta_tune.trainable import FusedTrainable
-from hfta_tune.worker import Worker
+from hfta_tune.tune._calls import Call, CallQueue
+from hfta_tune.worker import RoundAbandoned, Worker
 
 __all__ = ["WorkerActor"]
+
+Outcome: TypeAlias = dict[str, Any] | Exception
+"""A trial's metrics of a round, or what its own code raised."""
 
 
 def _make_optimizers_quickly() -> None:
@@ -41,14 +45,19 @@ class WorkerActor:
     checkpoints is Tune's own code. Calls are numbered and carried out one by one in that order, in a
     thread of their own; so the process answers `describe` while a round runs.
 
+    A round's answer sent, its lanes train on as if Tune had said CONTINUE: the accelerator does not wait for the
+    driver. Until the driver asks for that next round, the lanes' state of the last one is held, so that what is
+    saved is the state of what was reported. Calls that arrive meanwhile are carried out between two steps.
+
     Args:
         lanes: B.
         cpus: CPUs that the worker was given; it computes on as many threads.
         gpus: GPUs that the worker was given.
         audit: Whether the first step of every array is audited.
+        run_ahead: Whether it begins rounds before the driver asks for them.
     """
 
-    def __init__(self, lanes: int, cpus: float, gpus: float, audit: bool = False) -> None:
+    def __init__(self, lanes: int, cpus: float, gpus: float, audit: bool = False, run_ahead: bool = True) -> None:
         from hfta_tune.tune._executor import prepare_worker_process
 
         prepare_worker_process()
@@ -59,25 +68,41 @@ class WorkerActor:
         self._trainables: dict[int, FusedTrainable] = {}
         self._errors: dict[int, Exception] = {}
         self._classes: dict[int, type[FusedTrainable]] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hfta_tune")
-        self._early: list[tuple[int, str, tuple[Any, ...], asyncio.Future[Any]]] = []
-        self._next = 0
+        self._ahead = _Ahead() if run_ahead else None
+        self._calls = CallQueue()
+        threading.Thread(target=self._work, name="hfta_tune", daemon=True).start()
 
     async def submit(self, number: int, method: str, *arguments: Any) -> Any:
         """Carry out call `number`, after all calls with lower numbers."""
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Any] = loop.create_future()
-        heapq.heappush(self._early, (number, method, arguments, outcome))
-        while self._early and self._early[0][0] == self._next:
-            _, name, own, waiting = heapq.heappop(self._early)
-            self._next += 1
-            running = loop.run_in_executor(self._thread, getattr(self, f"_{name}"), *own)
-            running.add_done_callback(functools.partial(_hand_over, waiting))
+
+        def answer(result: Any, error: BaseException | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the process is being shut down
+                loop.call_soon_threadsafe(_hand_over, outcome, result, error)
+
+        self._calls.put(number, Call(method, arguments, answer))
         return await outcome
 
     async def describe(self) -> dict[str, Any]:
         """Return what the worker does now; answered at once, also in the middle of a round."""
         return {"pid": os.getpid(), "threads": torch.get_num_threads(), **self._worker.describe()}
+
+    # The thread that carries out the calls
+
+    def _work(self) -> None:
+        while True:
+            self._carry_out(self._calls.take())
+            if self._ahead is not None and self._ahead.next and self._calls.peek() is None:
+                self._run_ahead(self._ahead)
+
+    def _carry_out(self, call: Call) -> None:
+        try:
+            result = getattr(self, f"_{call.method}")(*call.arguments)
+        except BaseException as error:
+            call.answer(None, error)
+        else:
+            call.answer(result, None)
 
     def _define(self, key: int, kind: type[FusedTrainable]) -> None:
         self._classes[key] = kind
@@ -93,6 +118,8 @@ class WorkerActor:
 
     def _call(self, lane: int, method: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
         """Call a method of a lane's trainable; `stop` also frees the lane."""
+        if self._ahead is not None and method in _CHANGING:
+            self._ahead.withdraw(lane)
         if method == "stop":
             self._errors.pop(lane, None)
             trainable = self._trainables.pop(lane, None)
@@ -103,39 +130,170 @@ class WorkerActor:
             raise self._errors[lane]
         return getattr(self._trainables[lane], method)(*arguments, **keywords)
 
+    # Rounds
+
     def _round(
-        self, lanes: Sequence[int], rounds_left: float | None
-    ) -> tuple[list[dict[str, Any] | RayTaskError], int]:
-        """Train one round of the lanes' trials.
+        self, lanes: Sequence[int], rounds_left: float | None, ending: Collection[int] = ()
+    ) -> tuple[list[dict[str, Any] | RayTaskError | None], int]:
+        """Give the results of the next round of the lanes' trials.
+
+        Args:
+            lanes: The lanes.
+            rounds_left: About how many rounds the worker has before it, where that is known.
+            ending: Those of the lanes that end with this result.
 
         Returns:
-            For each its result, or what its own code raised; and how many trials fit into the worker.
+            For each lane its result, what its own code raised, or None if it takes part in the next round
+            only; and how many trials fit into the worker.
         """
-        begin = time.perf_counter()
-        sound = [lane for lane in lanes if lane not in self._errors]
-        names = [self._trainables[lane]._lane_name for lane in sound]
-        outcomes = self._worker.run_round(names, rounds_left=rounds_left)
-        seconds = time.perf_counter() - begin
-        results: list[dict[str, Any] | RayTaskError] = []
-        for lane in lanes:
-            error = self._errors.get(lane)
-            if error is None:
-                trainable = self._trainables[lane]
-                outcome = outcomes[trainable._lane_name]
-                if isinstance(outcome, dict):
-                    trainable._lane_round = {TIME_THIS_ITER_S: seconds, **outcome}
-                    results.append(trainable.train())
-                    continue
-                self._errors[lane] = error = outcome
-            results.append(RayTaskError("train", "".join(traceback.format_exception(error)), error))
+        ready = {} if self._ahead is None else self._ahead.take(lanes)
+        if ready:
+            self._worker.release(self._trainables[lane]._lane_name for lane in ready)
+        else:
+            begin = time.perf_counter()
+            sound = [lane for lane in lanes if lane not in self._errors]
+            outcomes = self._train(sound, rounds_left)
+            seconds = time.perf_counter() - begin
+            ready = {lane: (outcomes[lane], seconds) for lane in sound}
+            if self._ahead is not None:
+                self._ahead.seconds = seconds
+        results = [
+            self._report(lane, *ready.get(lane, (None, 0.0))) if lane in ready or lane in self._errors else None
+            for lane in lanes
+        ]
+        if self._ahead is not None and self._may_run_ahead():
+            reported = [lane for lane, result in zip(lanes, results, strict=True) if isinstance(result, dict)]
+            owed = [lane for lane, result in zip(lanes, results, strict=True) if result is None]
+            self._ahead.plan(reported, owed, ending, rounds_left)
         return results, self._worker.fitting_lanes
 
+    def _train(self, lanes: Iterable[int], rounds_left: float | None, **more: Any) -> dict[int, Outcome]:
+        names = {self._trainables[lane]._lane_name: lane for lane in lanes}
+        outcomes = self._worker.run_round(list(names), rounds_left=rounds_left, **more)
+        return {names[name]: outcome for name, outcome in outcomes.items()}
 
-def _hand_over(waiting: asyncio.Future[Any], done: asyncio.Future[Any]) -> None:
-    if waiting.cancelled():
+    def _report(self, lane: int, outcome: Outcome | None, seconds: float) -> dict[str, Any] | RayTaskError:
+        error = self._errors.get(lane)
+        if error is None and isinstance(outcome, dict):
+            trainable = self._trainables[lane]
+            trainable._lane_round = {TIME_THIS_ITER_S: seconds, **outcome}
+            return trainable.train()
+        if error is None:
+            assert isinstance(outcome, Exception)
+            self._errors[lane] = error = outcome
+        return RayTaskError("train", "".join(traceback.format_exception(error)), error)
+
+    def _may_run_ahead(self) -> bool:
+        """Whether what a trainable saves is the worker's state alone, which can be held."""
+        return all(
+            getattr(type(trainable), method) is getattr(FusedTrainable, method)
+            for trainable in self._trainables.values()
+            for method in ("save_checkpoint", "load_checkpoint", "step", "train", "save", "restore")
+        )
+
+    def _run_ahead(self, ahead: _Ahead) -> None:
+        """Train the next round before the driver asks for it."""
+        lanes = ahead.begin()
+        held = {lane: self._trainables[lane]._lane_name for lane in lanes}
+        if not self._worker.hold(held.values()):
+            self._ahead = None
+            return
+        rounds_left = None if ahead.rounds_left is None else max(0.0, ahead.rounds_left - 1)
+        try:
+            outcomes = self._train(lanes, rounds_left, between_steps=functools.partial(self._attend_to_calls, ahead))
+        except RoundAbandoned:
+            left = ahead.abandon()
+            self._worker.rewind(held[lane] for lane in left)
+        except Exception as error:  # not of one trial: all of the round have it
+            ahead.end(dict.fromkeys(lanes, error))
+        else:
+            ahead.end(outcomes)
+
+    def _attend_to_calls(self, ahead: _Ahead) -> None:
+        """Carry out what the driver asks for, between two steps of a round that it has not asked for yet."""
+        while (call := self._calls.peek()) is not None:
+            if call.method == "round":
+                if self._worker.can_rewind and ahead.is_better_begun_anew(call.arguments[0]):
+                    raise RoundAbandoned
+                return
+            self._carry_out(self._calls.take())
+            if not ahead.running:
+                raise RoundAbandoned
+
+
+_CHANGING = frozenset({"stop", "reset", "restore", "load_checkpoint"})
+"""Calls after which a lane's trial is no longer in the state that its round began with."""
+
+
+class _Ahead:
+    """The round that a worker runs before it is asked for: whose it is and what came of it.
+
+    Attributes:
+        next: The lanes that train on if the driver has nothing else to say.
+        running: The lanes of the round that runs now.
+        seconds: How long a round takes.
+        rounds_left: About how many rounds the worker has before it, where that is known.
+    """
+
+    def __init__(self) -> None:
+        self.next: set[int] = set()
+        self.running: set[int] = set()
+        self.seconds = 0.0
+        self.rounds_left: float | None = None
+        self._ready: dict[int, tuple[Outcome, float]] = {}
+        self._begin = 0.0
+
+    def withdraw(self, lane: int) -> None:
+        """A lane's trial changes: what it has trained since its last result is void."""
+        self.next.discard(lane)
+        self.running.discard(lane)
+        self._ready.pop(lane, None)
+
+    def take(self, lanes: Iterable[int]) -> dict[int, tuple[Outcome, float]]:
+        """Return the outcomes, with the round's seconds, of those of the lanes that have trained ahead."""
+        return {lane: self._ready.pop(lane) for lane in lanes if lane in self._ready}
+
+    def plan(
+        self, reported: Collection[int], owed: Collection[int], ending: Collection[int], rounds_left: float | None
+    ) -> None:
+        """Say which lanes have just given their results, which wait for a round, and which end now."""
+        staying = set(reported).difference(ending)
+        # Trials of the lanes that end make room for others, which join where a round begins.
+        self.next = staying.union(owed) if len(staying) > len(ending) else set()
+        self.rounds_left = rounds_left
+
+    def begin(self) -> set[int]:
+        """The round begins; return its lanes."""
+        self.running, self.next = self.next, set()
+        self._begin = time.perf_counter()
+        return set(self.running)
+
+    def end(self, outcomes: dict[int, Outcome]) -> None:
+        """The round has been trained to its end."""
+        self.seconds = time.perf_counter() - self._begin
+        self._ready.update((lane, (outcomes[lane], self.seconds)) for lane in self.running)
+        self.running = set()
+
+    def abandon(self) -> set[int]:
+        """The round was given up; return the lanes that are still its."""
+        left, self.running = self.running, set()
+        return left
+
+    def is_better_begun_anew(self, asked: Collection[int]) -> bool:
+        """Whether less is lost if the lanes that join need not wait for the end of this round.
+
+        Going on leaves the joining lanes idle for the rest of it; beginning anew trains the others twice for
+        what has gone of it.
+        """
+        gone = min(1.0, (time.perf_counter() - self._begin) / self.seconds) if self.seconds else 1.0
+        joining = len(set(asked) - self.running - self._ready.keys())
+        return joining * (1 - gone) > len(self.running) * gone
+
+
+def _hand_over(outcome: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if outcome.cancelled():
         return
-    error = done.exception()
     if error is not None:
-        waiting.set_exception(error)
+        outcome.set_exception(error)
     else:
-        waiting.set_result(done.result())
+        outcome.set_result(result)

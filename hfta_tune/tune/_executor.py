@@ -56,6 +56,7 @@ def pack_trials_of(tune_controller: Any, lanes: int, *, audit: bool = False) -> 
             pausing=functools.partial(_pausing, controller),
             stopping=functools.partial(_stopping, controller),
             iterations_left=functools.partial(_iterations_left, controller),
+            ends_with_next=functools.partial(_ends_with_next, controller),
         )
         manager.logs.take_over(controller._callbacks._callbacks)
     return manager
@@ -79,6 +80,15 @@ def _iterations_left(controller: Any) -> float | None:
     to_come = controller._search_alg.total_samples - len(controller._trials)
     left += max(0, to_come) * max(limits, default=math.inf)
     return left if math.isfinite(left) else None
+
+
+def _ends_with_next(controller: Any, tracked: TrackedActor) -> bool:
+    """Whether a trial's next result is the last one that its stopping criteria allow."""
+    trial = controller._actor_to_trial.get(tracked)
+    if trial is None:
+        return False
+    done = trial.run_metadata.last_result.get(TRAINING_ITERATION, 0)
+    return bool(done + 1 >= trial.stopping_criterion.get(TRAINING_ITERATION, math.inf))
 
 
 def _pausing(controller: Any) -> bool:
@@ -207,6 +217,7 @@ class LaneActorManager(RayActorManager):
         self._pausing: Callable[[], bool] = lambda: False
         self._stopping: Callable[[], bool] = lambda: False
         self._iterations_left: Callable[[], float | None] = lambda: None
+        self._ends_with_next: Callable[[TrackedActor], bool] = lambda tracked: False
         self._workers: dict[int, _Worker] = {}
         self._worker_actors: set[TrackedActor] = set()
         self._lanes: dict[TrackedActor, _Lane] = {}
@@ -229,6 +240,7 @@ class LaneActorManager(RayActorManager):
         pausing: Callable[[], bool],
         stopping: Callable[[], bool],
         iterations_left: Callable[[], float | None],
+        ends_with_next: Callable[[TrackedActor], bool],
     ) -> None:
         """Say how many lanes a worker has, and how to ask the controller what is to come."""
         self._packer = Packer(lanes)
@@ -237,6 +249,7 @@ class LaneActorManager(RayActorManager):
         self._pausing = pausing
         self._stopping = stopping
         self._iterations_left = iterations_left
+        self._ends_with_next = ends_with_next
 
     def summary(self) -> str:
         """One line on the workers, for Tune's progress reports."""
@@ -402,7 +415,11 @@ class LaneActorManager(RayActorManager):
             self._packer.limit(worker.number, fitting)
             tasks, worker.in_round = worker.in_round, {}
             for tracked, result in zip(lanes, results, strict=True):
-                if tracked in tasks:  # else it was stopped in the meantime
+                if tracked not in tasks:  # it was stopped in the meantime
+                    continue
+                if result is None:  # it joined while the others were in the middle of a round
+                    self._requests[tracked] = tasks[tracked]
+                else:
                     self._outcomes.append((tasks[tracked], result))
 
         def on_error(error: Exception) -> None:
@@ -414,7 +431,9 @@ class LaneActorManager(RayActorManager):
 
         iterations = self._iterations_left()
         rounds = None if iterations is None else iterations / max(1, self._packer.lanes_in_use)
-        future = worker.send("round", [self._lanes[tracked].number for tracked in lanes], rounds)
+        numbers = {tracked: self._lanes[tracked].number for tracked in lanes}
+        ending = [number for tracked, number in numbers.items() if self._ends_with_next(tracked)]
+        future = worker.send("round", list(numbers.values()), rounds, ending)
         self._actor_task_events.track_future(future, on_result=on_result, on_error=on_error)
 
     # Lanes
@@ -471,6 +490,7 @@ class LaneActorManager(RayActorManager):
             "cpus": head.get("CPU", 0),
             "gpus": head.get("GPU", 0),
             "audit": self._audit,
+            "run_ahead": os.environ.get("HFTA_TUNE_RUN_AHEAD", "1") != "0",
         }
 
         def on_start(tracked: TrackedActor) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from ray.tune.logger import CSVLoggerCallback, JsonLoggerCallback, TBXLoggerCallback
 
+from hfta_tune.tune._events import write_events_directly
+
 __all__ = ["DeferredLogs"]
 
 _LOGGERS = (CSVLoggerCallback, JsonLoggerCallback, TBXLoggerCallback)
@@ -34,6 +36,8 @@ class DeferredLogs:
         for callback in callbacks:
             if type(callback) in _LOGGERS and id(callback) not in self._known:
                 self._known.add(id(callback))
+                if type(callback) is TBXLoggerCallback:
+                    write_events_directly(callback)
                 self._defer_results(callback)
                 for event in _EVENTS:
                     self._write_before(callback, event)

@@ -89,6 +89,7 @@ def test_the_controller() -> None:
         "_stop_queue",
         "_stopper",
         "_callbacks",
+        "_actor_to_trial",
     ):
         assert f"self.{name}" in source, name
 
