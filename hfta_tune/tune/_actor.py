@@ -17,7 +17,9 @@ import torch
 from ray.air.constants import TIME_THIS_ITER_S
 from ray.exceptions import RayTaskError
 
+from hfta_tune._doubling import Memory
 from hfta_tune.trainable import FusedTrainable
+from hfta_tune.tune._report import RoundReport, report_on
 from hfta_tune.worker import Worker
 
 __all__ = ["WorkerActor"]
@@ -46,16 +48,19 @@ class WorkerActor:
         cpus: CPUs that the worker was given; it computes on as many threads.
         gpus: GPUs that the worker was given.
         audit: Whether the first step of every array is audited.
+        tell_memory: Whether to tell with each round how much of the device's memory is in use.
     """
 
-    def __init__(self, lanes: int, cpus: float, gpus: float, audit: bool = False) -> None:
-        from hfta_tune.tune._executor import prepare_worker_process
+    def __init__(self, lanes: int, cpus: float, gpus: float, audit: bool = False, tell_memory: bool = False) -> None:
+        from hfta_tune.tune._executor import memory_in_use, prepare_worker_process
 
         prepare_worker_process()
         _make_optimizers_quickly()
         torch.set_num_threads(max(1, int(cpus)))
         on_gpu = gpus > 0 and torch.cuda.is_available()
         self._worker = Worker(lanes, device="cuda" if on_gpu else "cpu", audit=audit)
+        self._memory_in_use = functools.partial(memory_in_use, on_gpu) if tell_memory else None
+        self._at_start = memory_in_use(on_gpu)[0] if tell_memory else 0
         self._trainables: dict[int, FusedTrainable] = {}
         self._errors: dict[int, Exception] = {}
         self._classes: dict[int, type[FusedTrainable]] = {}
@@ -82,6 +87,9 @@ class WorkerActor:
     def _define(self, key: int, kind: type[FusedTrainable]) -> None:
         self._classes[key] = kind
 
+    def _resize(self, lanes: int) -> None:
+        self._worker.resize(lanes)
+
     def _create(self, lane: int, key: int, config: dict[str, Any], storage: Any) -> None:
         """Give a trial its lane. What goes wrong is told to the trial's first call that awaits an answer."""
         try:
@@ -105,11 +113,11 @@ class WorkerActor:
 
     def _round(
         self, lanes: Sequence[int], rounds_left: float | None
-    ) -> tuple[list[dict[str, Any] | RayTaskError], int]:
+    ) -> tuple[list[dict[str, Any] | RayTaskError], RoundReport]:
         """Train one round of the lanes' trials.
 
         Returns:
-            For each its result, or what its own code raised; and how many trials fit into the worker.
+            For each its result, or what its own code raised; and what the driver needs to know of the round.
         """
         begin = time.perf_counter()
         sound = [lane for lane in lanes if lane not in self._errors]
@@ -128,7 +136,9 @@ class WorkerActor:
                     continue
                 self._errors[lane] = error = outcome
             results.append(RayTaskError("train", "".join(traceback.format_exception(error)), error))
-        return results, self._worker.fitting_lanes
+        hosted = [None if lane in self._errors else self._trainables[lane]._lane_name for lane in lanes]
+        memory = Memory(*self._memory_in_use(), self._at_start) if self._memory_in_use is not None else None
+        return results, report_on(self._worker, hosted, seconds, memory)
 
 
 def _hand_over(waiting: asyncio.Future[Any], done: asyncio.Future[Any]) -> None:
