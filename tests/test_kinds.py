@@ -91,6 +91,8 @@ def test_a_new_config_of_a_trial_counts_from_then_on() -> None:
 
 def test_trainables_have_kinds_and_free_keys_of_their_own() -> None:
     kinds = taught([({"lr": 1}, "a"), ({"lr": 2}, "a")], trainable="Net")
+    kinds.add(2, "Other", {"lr": 3})
+    kinds.learn(2, "a")
     assert kinds.free_keys("Other") == set()
     kinds.add("net", "Net", {"lr": 1})
     kinds.add("other", "Other", {"lr": 1})

@@ -165,10 +165,12 @@ def placed(packer: Packer, kind_of: Callable[[Hashable], Hashable] = first_lette
         (["a0", "b0 b1"], "b2", {"b2": 1}),
         # To where the larger part is of its kind.
         (["a0 b0 b1", "a1 a2 b2"], "b3", {"b3": 0}),
+        (["a0 a1 b0", "a2"], "a3", {"a3": 1}),
         # A kind that no worker hosts goes to the emptiest, as does any trial if all are of one kind.
         (["a0 a1", "b0"], "c0", {"c0": 1}),
         (["a0 a1", "a2"], "a3", {"a3": 1}),
         (["a0 a1", ""], "a2", {"a2": 1}),
+        (["", ""], "a0 a1", {"a0": 0, "a1": 1}),
         # An empty worker is for another kind.
         (["a0 a1", ""], "a2 b0", {"a2": 0, "b0": 1}),
         # Several wait: each finds its kind.
@@ -257,6 +259,7 @@ def test_fewer_lanes_leave_those_that_are_there() -> None:
     worker = packer.schedule().open[0][0]
     packer.opened(worker)
     packer.schedule()
+    packer.limit(worker, 3)
     packer.resize(2)
     assert packer.schedule().place == [] and len(packer.trials_in(worker)) == 4
     for trial in (0, 1, 2):
