@@ -15,6 +15,7 @@ from hfta_tune.fusion import FusionError
 __all__ = ["Data", "DataCache"]
 
 _UNUSED_KEPT = 2
+_NUMBERS = itertools.count()
 
 
 @dataclass(eq=False, slots=True)
@@ -27,6 +28,7 @@ class Data:
         config_read: The config values that the hooks read.
         self_read: The attributes of self that the hooks read.
         self_written: The attributes of self that the hooks set; a trial that shares the loaders gets them.
+        number: No other data of this process had it, whereas an address may be used again.
     """
 
     kind: type
@@ -35,6 +37,7 @@ class Data:
     self_written: dict[str, Any] = field(default_factory=dict)
     train: Iterable[Any] = ()
     validation: Iterable[Any] | None = None
+    number: int = field(default_factory=_NUMBERS.__next__)
     _cursors: dict[int, Iterator[Any]] = field(default_factory=dict)
 
     def round_of_training(self, steps: int | None, round_number: int) -> Iterable[Any]:

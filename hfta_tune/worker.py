@@ -90,6 +90,7 @@ class _Trial:
     epoch: int = 0
     array: FusedArray | None = None
     key: Any = None
+    key_hash: int = 0
     keys_known: int = -1
 
 
@@ -166,6 +167,21 @@ class Worker:
     def trial_ids(self) -> list[str]:
         """The trials that have a lane here."""
         return list(self._trials)
+
+    def resize(self, lanes: int) -> None:
+        """Host up to `lanes` trials from now on; where there are more, they stay."""
+        # Where memory has run out, fewer fit whatever is asked for.
+        self._fitting = lanes if self._fitting == self.lanes else min(lanes, self._fitting)
+        self.lanes = lanes
+
+    def signature_of(self, trial_id: str) -> int:
+        """Return a hash of a trial's signature: trials for which it is equal here may share an array.
+
+        It may change when a step is seen to read a key of config that it did not read before.
+        """
+        trial = self._trial(trial_id)
+        self._key(trial)
+        return trial.key_hash
 
     def describe(self) -> dict[str, Any]:
         """Return what the worker does: its arrays with their trials and strategies."""
@@ -440,6 +456,7 @@ class Worker:
                 trial.options,
                 steps.signature(trial.config),
             )
+            trial.key_hash = hash((trial.data.number, trial.key))
         return trial.key
 
     @staticmethod

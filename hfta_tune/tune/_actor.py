@@ -17,8 +17,10 @@ import torch
 from ray.air.constants import TIME_THIS_ITER_S
 from ray.exceptions import RayTaskError
 
+from hfta_tune._doubling import Memory
 from hfta_tune.trainable import FusedTrainable
 from hfta_tune.tune._calls import Call, CallQueue
+from hfta_tune.tune._report import RoundReport, report_on
 from hfta_tune.worker import RoundAbandoned, Worker
 
 __all__ = ["WorkerActor"]
@@ -55,16 +57,27 @@ class WorkerActor:
         gpus: GPUs that the worker was given.
         audit: Whether the first step of every array is audited.
         run_ahead: Whether it begins rounds before the driver asks for them.
+        tell_memory: Whether to tell with each round how much of the device's memory is in use.
     """
 
-    def __init__(self, lanes: int, cpus: float, gpus: float, audit: bool = False, run_ahead: bool = True) -> None:
-        from hfta_tune.tune._executor import prepare_worker_process
+    def __init__(
+        self,
+        lanes: int,
+        cpus: float,
+        gpus: float,
+        audit: bool = False,
+        run_ahead: bool = True,
+        tell_memory: bool = False,
+    ) -> None:
+        from hfta_tune.tune._executor import memory_in_use, prepare_worker_process
 
         prepare_worker_process()
         _make_optimizers_quickly()
         torch.set_num_threads(max(1, int(cpus)))
         on_gpu = gpus > 0 and torch.cuda.is_available()
         self._worker = Worker(lanes, device="cuda" if on_gpu else "cpu", audit=audit)
+        self._memory_in_use = functools.partial(memory_in_use, on_gpu) if tell_memory else None
+        self._at_start = memory_in_use(on_gpu)[0] if tell_memory else 0
         self._trainables: dict[int, FusedTrainable] = {}
         self._errors: dict[int, Exception] = {}
         self._classes: dict[int, type[FusedTrainable]] = {}
@@ -107,6 +120,9 @@ class WorkerActor:
     def _define(self, key: int, kind: type[FusedTrainable]) -> None:
         self._classes[key] = kind
 
+    def _resize(self, lanes: int) -> None:
+        self._worker.resize(lanes)
+
     def _create(self, lane: int, key: int, config: dict[str, Any], storage: Any) -> None:
         """Give a trial its lane. What goes wrong is told to the trial's first call that awaits an answer."""
         try:
@@ -134,7 +150,7 @@ class WorkerActor:
 
     def _round(
         self, lanes: Sequence[int], rounds_left: float | None, ending: Collection[int] = ()
-    ) -> tuple[list[dict[str, Any] | RayTaskError | None], int]:
+    ) -> tuple[list[dict[str, Any] | RayTaskError | None], RoundReport]:
         """Give the results of the next round of the lanes' trials.
 
         Args:
@@ -144,11 +160,12 @@ class WorkerActor:
 
         Returns:
             For each lane its result, what its own code raised, or None if it takes part in the next round
-            only; and how many trials fit into the worker.
+            only; and what the driver needs to know of the round.
         """
         ready = {} if self._ahead is None else self._ahead.take(lanes)
         if ready:
             self._worker.release(self._trainables[lane]._lane_name for lane in ready)
+            seconds = max(own for _, own in ready.values())
         else:
             begin = time.perf_counter()
             sound = [lane for lane in lanes if lane not in self._errors]
@@ -165,7 +182,11 @@ class WorkerActor:
             reported = [lane for lane, result in zip(lanes, results, strict=True) if isinstance(result, dict)]
             owed = [lane for lane, result in zip(lanes, results, strict=True) if result is None]
             self._ahead.plan(reported, owed, ending, rounds_left)
-        return results, self._worker.fitting_lanes
+        hosted = [
+            self._trainables[lane]._lane_name if lane in ready and lane not in self._errors else None for lane in lanes
+        ]
+        memory = Memory(*self._memory_in_use(), self._at_start) if self._memory_in_use is not None else None
+        return results, report_on(self._worker, hosted, len(ready), seconds, memory)
 
     def _train(self, lanes: Iterable[int], rounds_left: float | None, **more: Any) -> dict[int, Outcome]:
         names = {self._trainables[lane]._lane_name: lane for lane in lanes}

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+import torch
+from ray._private.utils import get_system_memory, get_used_memory
 from ray.air.execution import ResourceManager, ResourceRequest
 from ray.air.execution._internal import RayActorManager, TrackedActor
 from ray.air.execution._internal.tracked_actor_task import TrackedActorTask
@@ -26,15 +28,18 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.train.constants import RAY_CHDIR_TO_TRIAL_DIR
 from ray.tune.execution.class_cache import ENV_VARS_TO_PROPAGATE
 from ray.tune.registry import _ParameterRegistry
-from ray.tune.result import STDERR_FILE, STDOUT_FILE, TRAINING_ITERATION
+from ray.tune.result import STDERR_FILE, STDOUT_FILE, TRAINING_ITERATION, TRIAL_INFO
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
+from hfta_tune._doubling import LaneDoubling
+from hfta_tune._kinds import Kinds
 from hfta_tune.packing import Packer, WorkerState
 from hfta_tune.trainable import FusedTrainable
 from hfta_tune.tune._actor import WorkerActor
 from hfta_tune.tune._logs import DeferredLogs
+from hfta_tune.tune._report import RoundReport
 
-__all__ = ["LaneActorManager", "pack_trials_of", "prepare_worker_process"]
+__all__ = ["LaneActorManager", "memory_in_use", "pack_trials_of", "prepare_worker_process"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +47,7 @@ logger = logging.getLogger(__name__)
 _LOGS_AT_A_TIME = 12
 
 
-def pack_trials_of(tune_controller: Any, lanes: int, *, audit: bool = False) -> LaneActorManager:
+def pack_trials_of(tune_controller: Any, lanes: int | LaneDoubling, *, audit: bool = False) -> LaneActorManager:
     """Make a Tune controller give its FusedTrainable trials lanes; doing it again does nothing."""
     controller = getattr(tune_controller, "_tune_controller", tune_controller)
     manager = controller._actor_manager
@@ -102,6 +107,14 @@ def _stopping(controller: Any) -> bool:
     return bool(controller._should_stop_experiment or controller._stop_queue or controller._stopper.stop_all())
 
 
+def memory_in_use(on_gpu: bool) -> tuple[int, int]:
+    """Return how many bytes are in use of how many: of the GPU, or of the machine or container."""
+    if on_gpu:
+        free, total = torch.cuda.mem_get_info()
+        return total - free, total
+    return get_used_memory(), get_system_memory()
+
+
 def prepare_worker_process() -> None:
     """Adapt Tune's Trainable to a process that hosts many: keep the working directory, share parameters."""
     os.environ[RAY_CHDIR_TO_TRIAL_DIR] = "0"
@@ -126,6 +139,7 @@ class _Worker:
     Attributes:
         number: Its number in the packer.
         tracked: The base manager's record of its actor.
+        lanes: How many lanes it was told to have.
         actor: The actor's handle, once it has resources.
         ready: Whether its process has started.
         in_round: The train requests of the round that it trains now.
@@ -134,6 +148,7 @@ class _Worker:
 
     number: int
     tracked: TrackedActor
+    lanes: int
     actor: Any = None
     ready: bool = False
     in_round: dict[TrackedActor, TrackedActorTask] = field(default_factory=dict)
@@ -147,6 +162,12 @@ class _Worker:
         self._calls += 1
         return future
 
+    def resize(self, lanes: int) -> None:
+        """Send how many lanes it has, where that has changed."""
+        if lanes != self.lanes:
+            self.lanes = lanes
+            self.send("resize", lanes)
+
     def define(self, key: int, reference: ray.ObjectRef) -> None:
         """Send a trainable class, once."""
         if key not in self._classes:
@@ -159,6 +180,7 @@ class _Lane:
     """A trial's lane: its worker, once it is placed."""
 
     number: int
+    trainable: type
     worker: _Worker | None = None
 
 
@@ -212,6 +234,8 @@ class LaneActorManager(RayActorManager):
     def __init__(self, resource_manager: ResourceManager) -> None:
         super().__init__(resource_manager=resource_manager)
         self._packer = Packer(1)
+        self._doubling: LaneDoubling | None = None
+        self._kinds = Kinds()
         self._audit = False
         self._more_trials_expected: Callable[[], bool] = lambda: False
         self._pausing: Callable[[], bool] = lambda: False
@@ -233,7 +257,7 @@ class LaneActorManager(RayActorManager):
 
     def pack(
         self,
-        lanes: int,
+        lanes: int | LaneDoubling,
         *,
         audit: bool,
         more_trials_expected: Callable[[], bool],
@@ -242,8 +266,11 @@ class LaneActorManager(RayActorManager):
         iterations_left: Callable[[], float | None],
         ends_with_next: Callable[[TrackedActor], bool],
     ) -> None:
-        """Say how many lanes a worker has, and how to ask the controller what is to come."""
-        self._packer = Packer(lanes)
+        """Say how many lanes a worker has, or what finds that, and how to ask the controller what is to come."""
+        if isinstance(lanes, LaneDoubling):
+            self._doubling = lanes
+            self._doubling.begin()
+        self._packer = Packer(lanes.lanes if isinstance(lanes, LaneDoubling) else lanes)
         self._audit = audit
         self._more_trials_expected = more_trials_expected
         self._pausing = pausing
@@ -279,8 +306,9 @@ class LaneActorManager(RayActorManager):
                 cls, kwargs, resource_request, on_start=on_start, on_stop=on_stop, on_error=on_error
             )
         tracked = TrackedActor(uuid.uuid4().int, on_start=on_start, on_stop=on_stop, on_error=on_error)
-        self._lanes[tracked] = _Lane(next(self._lane_numbers))
+        self._lanes[tracked] = _Lane(next(self._lane_numbers), kind)
         self._pending_actors_to_attrs[tracked] = kind, kwargs, resource_request
+        self._note_config(tracked, kind, kwargs["config"])
         self._packer.add(tracked, resource_request)
         return tracked
 
@@ -295,6 +323,7 @@ class LaneActorManager(RayActorManager):
             if tracked_actor in self._pending_actors_to_attrs:
                 del self._pending_actors_to_attrs[tracked_actor]
                 self._pending_actors_to_enqueued_actor_tasks.pop(tracked_actor, None)
+                self._kinds.remove(tracked_actor)
                 del self._lanes[tracked_actor]
                 return False
         return super().remove_actor(tracked_actor, kill=kill, stop_future=stop_future)
@@ -310,6 +339,8 @@ class LaneActorManager(RayActorManager):
         _return_future: bool = False,
     ) -> ray.ObjectRef | None:
         lane = self._lanes.get(tracked_actor)
+        if lane is not None and method_name == "reset" and args:
+            self._note_config(tracked_actor, lane.trainable, args[0])
         trains = lane is not None and method_name in ("train", "train_buffered")
         if not trains or tracked_actor.actor_id in self._failed_actor_ids:
             return super().schedule_actor_task(
@@ -380,7 +411,7 @@ class LaneActorManager(RayActorManager):
             if worker.actor is None and worker.tracked in self._live_actors_to_ray_actors_resources:
                 worker.actor = self._live_actors_to_ray_actors_resources[worker.tracked][0]
                 self._packer.opened(worker.number)
-        plan = self._packer.schedule(keep_idle=self._more_trials_expected())
+        plan = self._packer.schedule(keep_idle=self._more_trials_expected(), kind_of=self._kinds.kind_of)
         for number in plan.close:
             self._close_worker(self._workers.pop(number))
         for number, resource_request in plan.open:
@@ -410,10 +441,10 @@ class LaneActorManager(RayActorManager):
     def _send_round(self, worker: _Worker, lanes: list[TrackedActor]) -> None:
         worker.in_round = {tracked: self._requests.pop(tracked) for tracked in lanes}
 
-        def on_result(outcome: tuple[list[Any], int]) -> None:
-            results, fitting = outcome
-            self._packer.limit(worker.number, fitting)
+        def on_result(outcome: tuple[list[Any], RoundReport]) -> None:
+            results, report = outcome
             tasks, worker.in_round = worker.in_round, {}
+            self._learn_from(report, worker, lanes, tasks)
             for tracked, result in zip(lanes, results, strict=True):
                 if tracked not in tasks:  # it was stopped in the meantime
                     continue
@@ -436,6 +467,37 @@ class LaneActorManager(RayActorManager):
         future = worker.send("round", list(numbers.values()), rounds, ending)
         self._actor_task_events.track_future(future, on_result=on_result, on_error=on_error)
 
+    # What a worker tells
+
+    def _note_config(self, tracked: TrackedActor, trainable: type, config: dict[str, Any]) -> None:
+        of_tune = (TRIAL_INFO, STDOUT_FILE, STDERR_FILE)
+        self._kinds.add(tracked, trainable, {key: value for key, value in config.items() if key not in of_tune})
+
+    def _learn_from(
+        self,
+        report: RoundReport,
+        worker: _Worker,
+        lanes: list[TrackedActor],
+        tasks: dict[TrackedActor, TrackedActorTask],
+    ) -> None:
+        """Let a round show which trials belong together and how many lanes a worker should have."""
+        for tracked, signature in zip(lanes, report.signatures, strict=True):
+            if tracked in tasks and signature is not None:  # else its lane may have another config by now
+                self._kinds.learn(tracked, (worker.number, signature))
+        if report.fitting_lanes is not None:
+            self._packer.limit(worker.number, report.fitting_lanes)
+        if self._doubling is not None and self._doubling.record(
+            worker.number,
+            report.lanes,
+            report.seconds,
+            memory=report.memory,
+            fitting=report.fitting_lanes,
+            waiting=self._packer.waiting > 0,
+        ):
+            self._packer.resize(self._doubling.lanes)
+            if self._doubling.stopped:
+                logger.warning('HFTAPacker(B="auto") stays at %s.', self._doubling)
+
     # Lanes
 
     def _start_lane(self, tracked: TrackedActor, worker: _Worker) -> None:
@@ -449,6 +511,7 @@ class LaneActorManager(RayActorManager):
         if config.get(STDOUT_FILE) or config.get(STDERR_FILE):
             self._say_once("log_to_file has no effect under HFTAPacker: the trials of a worker share its output.")
         config[STDOUT_FILE] = config[STDERR_FILE] = None
+        worker.resize(self._packer.lanes)
         worker.define(key, reference)
         worker.send("create", lane.number, key, config, kwargs["storage"])
         if self._no_metrics is None:
@@ -465,6 +528,7 @@ class LaneActorManager(RayActorManager):
         self._cleanup_actor_futures(tracked_actor)
         self._live_actors_to_ray_actors_resources.pop(tracked_actor, None)
         self._packer.remove(tracked_actor)
+        self._kinds.remove(tracked_actor)
         del self._lanes[tracked_actor]
 
     def _try_kill_actor(self) -> bool:
@@ -491,6 +555,7 @@ class LaneActorManager(RayActorManager):
             "gpus": head.get("GPU", 0),
             "audit": self._audit,
             "run_ahead": os.environ.get("HFTA_TUNE_RUN_AHEAD", "1") != "0",
+            "tell_memory": self._doubling is not None,
         }
 
         def on_start(tracked: TrackedActor) -> None:
@@ -500,11 +565,13 @@ class LaneActorManager(RayActorManager):
             self._lose_worker(worker, error)
 
         tracked = super().add_actor(self._worker_class, kwargs, resource_request, on_start=on_start, on_error=on_error)
-        worker = _Worker(number, tracked)
+        worker = _Worker(number, tracked, self._packer.lanes)
         self._workers[number] = worker
         self._worker_actors.add(tracked)
 
     def _close_worker(self, worker: _Worker) -> None:
+        if self._doubling is not None:
+            self._doubling.lost(worker.number)
         super().remove_actor(worker.tracked)
         if worker.actor is None:
             self._worker_actors.discard(worker.tracked)
@@ -515,6 +582,8 @@ class LaneActorManager(RayActorManager):
             return
         worker.death = error if isinstance(error, RayActorError) else RayActorError(error_msg=str(error))
         self._packer.lost(worker.number)
+        if self._doubling is not None:
+            self._doubling.lost(worker.number)
         self._workers.pop(worker.number, None)
         self._failed_actor_ids.add(worker.tracked.actor_id)
         if worker.tracked in self._live_actors_to_ray_actors_resources:

@@ -9,6 +9,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import FIFOScheduler, ResourceChangingScheduler, TrialScheduler
 
 from hfta_tune._checks import check_hooks
+from hfta_tune._doubling import LaneDoubling
 from hfta_tune.trainable import FusedTrainable
 from hfta_tune.tune._executor import LaneActorManager, pack_trials_of
 
@@ -24,12 +25,13 @@ class HFTAPacker(TrialScheduler):
 
     Args:
         base_scheduler: Any Tune scheduler; FIFO by default.
-        B: How many trials live in one worker.
+        B: How many trials live in one worker. With "auto", workers begin with 4, and that is doubled while it raises
+            their throughput by more than 10%, memory allows, and trials wait. One log line says where it stops.
         audit: Compare the first fused step of every array with the same step of each trial in plain PyTorch; where
             they differ, a warning says where, and those trials train one by one.
 
     Raises:
-        ValueError: if B is no positive integer.
+        ValueError: if B is neither a positive integer nor "auto".
         TypeError: if base_scheduler is no scheduler instance.
 
     Example:
@@ -39,9 +41,12 @@ class HFTAPacker(TrialScheduler):
         'accuracy'
     """
 
-    def __init__(self, base_scheduler: TrialScheduler | None = None, *, B: int = 8, audit: bool = False) -> None:
-        if isinstance(B, bool) or not hasattr(B, "__index__") or B < 1:
-            raise ValueError(f"B, the number of trials in one worker, must be a positive integer but got {B!r}.")
+    def __init__(self, base_scheduler: TrialScheduler | None = None, *, B: int | str = 8, audit: bool = False) -> None:
+        automatic = isinstance(B, str) and B == "auto"
+        if not automatic and (isinstance(B, (bool, str)) or not hasattr(B, "__index__") or B < 1):
+            raise ValueError(
+                f'B, the number of trials in one worker, must be a positive integer or "auto" but got {B!r}.'
+            )
         if base_scheduler is not None and not isinstance(base_scheduler, TrialScheduler):
             raise TypeError(
                 f"base_scheduler must be an instance of a Tune scheduler but got {base_scheduler!r}; "
@@ -54,7 +59,7 @@ class HFTAPacker(TrialScheduler):
             )
         super().__init__()
         self._base_scheduler = base_scheduler if base_scheduler is not None else FIFOScheduler()
-        self._lanes = int(B)
+        self._lanes: int | LaneDoubling = LaneDoubling() if automatic else int(B)
         self._audit = bool(audit)
         self._executor: weakref.ref[LaneActorManager] | None = None
 
@@ -70,9 +75,14 @@ class HFTAPacker(TrialScheduler):
         self.__dict__.update(state)
 
     @property
-    def B(self) -> int:
-        """How many trials live in one worker."""
-        return self._lanes
+    def B(self) -> int | str:
+        """How many trials live in one worker, as it was given: `lanes` is the number where this is "auto"."""
+        return "auto" if isinstance(self._lanes, LaneDoubling) else self._lanes
+
+    @property
+    def lanes(self) -> int:
+        """How many lanes a worker has at present; with "auto" it grows, and stays after the run as it was found."""
+        return self._lanes.lanes if isinstance(self._lanes, LaneDoubling) else self._lanes
 
     @property
     def base_scheduler(self) -> TrialScheduler:
@@ -115,9 +125,13 @@ class HFTAPacker(TrialScheduler):
         return self._base_scheduler.choose_trial_to_run(tune_controller)
 
     def debug_string(self) -> str:
-        base = self._base_scheduler.debug_string()
+        lines = [self._base_scheduler.debug_string()]
         executor = self._executor() if self._executor is not None else None
-        return base if executor is None else f"{base}\n{executor.summary()}"
+        if executor is not None:
+            lines.append(executor.summary())
+        if isinstance(self._lanes, LaneDoubling):
+            lines.append(f'B="auto": {self._lanes}')
+        return "\n".join(lines)
 
     def save(self, checkpoint_path: str) -> None:
         self._base_scheduler.save(checkpoint_path)

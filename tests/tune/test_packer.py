@@ -19,10 +19,19 @@ from ray.tune.schedulers import (
 from hfta_tune import HFTAPacker
 
 
-@pytest.mark.parametrize("lanes", [0, -1, 2.0, True, "8", None])
-def test_b_must_be_a_positive_integer(lanes: Any) -> None:
-    with pytest.raises(ValueError, match="B, the number of trials in one worker.*" + str(lanes)):
+@pytest.mark.parametrize("lanes", [0, -1, 2.0, True, "8", "Auto", None])
+def test_b_must_be_a_positive_integer_or_auto(lanes: Any) -> None:
+    message = 'B, the number of trials in one worker, must be a positive integer or "auto" but got ' + repr(lanes)
+    with pytest.raises(ValueError, match=message):
         HFTAPacker(B=lanes)
+
+
+def test_b_is_what_was_given_and_lanes_the_present_number() -> None:
+    assert (HFTAPacker(B=3).B, HFTAPacker(B=3).lanes) == (3, 3)
+    packer = HFTAPacker(B="auto")
+    assert (packer.B, packer.lanes) == ("auto", 4)
+    assert 'B="auto": 4 lanes a worker' in packer.debug_string()
+    assert "auto" not in HFTAPacker(B=3).debug_string()
 
 
 @pytest.mark.parametrize("base", ["asha", ASHAScheduler, 3])
@@ -63,3 +72,4 @@ def test_search_properties_reach_the_base() -> None:
 def test_it_can_be_copied(copied: Any) -> None:
     packer = copied(HFTAPacker(ASHAScheduler(metric="accuracy", mode="max"), B=5))
     assert packer.B == 5 and packer.metric == "accuracy"
+    assert copied(HFTAPacker(B="auto")).lanes == 4

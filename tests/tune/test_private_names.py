@@ -12,7 +12,7 @@ from ray.air.execution._internal.tracked_actor_task import TrackedActorTask
 from ray.tune.execution.tune_controller import TuneController
 from ray.tune.registry import _ParameterRegistry
 
-from hfta_tune.tune._executor import LaneActorManager
+from hfta_tune.tune._executor import LaneActorManager, memory_in_use
 
 OVERRIDDEN = [
     "__init__",
@@ -92,6 +92,11 @@ def test_the_controller() -> None:
         "_actor_to_trial",
     ):
         assert f"self.{name}" in source, name
+
+
+def test_memory_of_the_machine() -> None:
+    used, total = memory_in_use(on_gpu=False)
+    assert 0 < used < total
 
 
 def test_parameters_of_with_parameters() -> None:

@@ -1,0 +1,40 @@
+"""What a worker tells about itself with the results of each round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hfta_tune._doubling import Memory
+from hfta_tune.worker import Worker
+
+__all__ = ["RoundReport", "report_on"]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """A round, as the driver needs to know it to place trials.
+
+    Attributes:
+        lanes: How many trials took part.
+        seconds: How long it took.
+        signatures: Of each trial a hash of its signature, comparable within this worker; None where it has none.
+        fitting_lanes: How many trials fit into the worker, or None as long as memory has not run out.
+        memory: The device's memory after the round, where it was asked for.
+    """
+
+    lanes: int
+    seconds: float
+    signatures: tuple[int | None, ...]
+    fitting_lanes: int | None = None
+    memory: Memory | None = None
+
+
+def report_on(
+    worker: Worker, trials: Sequence[str | None], lanes: int, seconds: float, memory: Memory | None
+) -> RoundReport:
+    """Report on a round of `lanes` of the `trials`; None stands for one that failed or did not take part."""
+    hosted = set(worker.trial_ids)
+    signatures = tuple(None if name is None or name not in hosted else worker.signature_of(name) for name in trials)
+    fitting = worker.fitting_lanes if worker.fitting_lanes < worker.lanes else None
+    return RoundReport(lanes, seconds, signatures, fitting, memory)
