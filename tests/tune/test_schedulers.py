@@ -30,6 +30,7 @@ from ray.tune.schedulers import (
     MedianStoppingRule,
     PopulationBasedTraining,
     PopulationBasedTrainingReplay,
+    ResourceChangingScheduler,
     TrialScheduler,
 )
 from ray.tune.schedulers.pb2 import PB2
@@ -380,3 +381,9 @@ def test_a_recorded_schedule_is_replayed_as_in_stock_tune(tmp_path: Path, storag
     assert [value for _, _, value in course.results] == [
         curves.score(config, trained) for trained, config in enumerate(expected, start=1)
     ]
+
+
+def test_resources_that_change_are_refused(storage: str) -> None:
+    """HFTAPacker refuses to wrap such a scheduler (test_packer.py), and to be wrapped in one."""
+    with pytest.raises(TypeError, match="ResourceChangingScheduler cannot wrap HFTAPacker: the trials of a worker"):
+        run(Packed, ResourceChangingScheduler(HFTAPacker(B=2)), storage, config=curves_of(2))
