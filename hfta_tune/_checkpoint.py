@@ -151,9 +151,13 @@ def _change(lane: Lane, name: str, index: int, key: str, old: Any, new: Any) -> 
     if key != "lr" or name not in lane.schedulers:
         group[key] = new
         return
-    group["lr"] = group["lr"] * new / old if old else new
+
+    def scaled(lr: Any) -> Any:
+        return lr * new / old if old and lr != old else new  # the division alone may be an ulp off the new number
+
+    group["lr"] = scaled(group["lr"])
     if "initial_lr" in group:
-        group["initial_lr"] = group["initial_lr"] * new / old if old else new
+        group["initial_lr"] = scaled(group["initial_lr"])
     schedulers = [lane.schedulers[name]]
     while schedulers:
         scheduler = schedulers.pop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,40 @@ class Watched(Points):
     def evaluate(self, model: nn.Module, config: dict[str, Any]) -> dict[str, float]:
         in_trial_directory = os.getcwd() == self.logdir
         return {"threads": torch.get_num_threads(), "in_trial_directory": float(in_trial_directory)}
+
+
+class Scheduled(Points):
+    """With a schedule; reports its lr, its rank and which trials are in its array, and keeps what it was given.
+
+    Config: sgd (or else AdamW), lr, momentum, weight_decay, batch_size, rank, and a directory `notes`.
+    """
+
+    gamma = 0.7
+
+    def build_optimizer(self, model: nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
+        lr, decay = config["lr"], config["weight_decay"]
+        if config["sgd"]:
+            return torch.optim.SGD(model.parameters(), lr=lr, momentum=config["momentum"], weight_decay=decay)
+        return torch.optim.AdamW(model.parameters(), lr=lr, betas=(config["momentum"], 0.99), weight_decay=decay)
+
+    def build_lr_scheduler(self, optimizer: Any, config: dict[str, Any]) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=self.gamma)
+
+    def train_dataloader(self, config: dict[str, Any]) -> Any:
+        x, y = points()
+        return list(zip(x.split(config["batch_size"]), y.split(config["batch_size"]), strict=True))
+
+    def evaluate(self, model: nn.Module, config: dict[str, Any]) -> dict[str, float]:
+        assert self._worker is not None
+        arrays = [array["trials"] for array in self._worker.describe()["arrays"]]
+        (own,) = [array for array in arrays if self._lane_name in array]
+        together = sum(2 ** int(name.split("_")[1]) for name in own)
+        return {"rank": config["rank"], "together": together}
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        super().load_checkpoint(checkpoint)
+        assert self._worker is not None
+        torch.save(self._worker.state_dict(self._lane_name), Path(self.config["notes"], f"{self._lane_name}.pt"))
 
 
 class FailsToBuild(Points):

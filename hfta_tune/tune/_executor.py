@@ -29,7 +29,7 @@ from ray.train.constants import RAY_CHDIR_TO_TRIAL_DIR
 from ray.tune.execution.class_cache import ENV_VARS_TO_PROPAGATE
 from ray.tune.registry import _ParameterRegistry
 from ray.tune.result import STDERR_FILE, STDOUT_FILE, TRAINING_ITERATION, TRIAL_INFO
-from ray.tune.schedulers import FIFOScheduler, TrialScheduler
+from ray.tune.schedulers import FIFOScheduler, ResourceChangingScheduler, TrialScheduler
 
 from hfta_tune._doubling import LaneDoubling
 from hfta_tune._kinds import Kinds
@@ -48,8 +48,17 @@ _LOGS_AT_A_TIME = 12
 
 
 def pack_trials_of(tune_controller: Any, lanes: int | LaneDoubling, *, audit: bool = False) -> LaneActorManager:
-    """Make a Tune controller give its FusedTrainable trials lanes; doing it again does nothing."""
+    """Make a Tune controller give its FusedTrainable trials lanes; doing it again does nothing.
+
+    Raises:
+        TypeError: if the run's scheduler changes the resources of trials.
+    """
     controller = getattr(tune_controller, "_tune_controller", tune_controller)
+    if isinstance(controller._scheduler_alg, ResourceChangingScheduler):
+        raise TypeError(
+            "ResourceChangingScheduler cannot wrap HFTAPacker: the trials of a worker share its resources. "
+            "Pass the HFTAPacker itself as the scheduler."
+        )
     manager = controller._actor_manager
     if not isinstance(manager, LaneActorManager):
         manager = LaneActorManager(resource_manager=manager._resource_manager)
