@@ -16,11 +16,15 @@ from typing import Any
 import torch
 from ray.air.constants import TIME_THIS_ITER_S
 from ray.exceptions import RayTaskError
+from ray.tune.result import TRIAL_INFO
 
 from hfta_tune.trainable import FusedTrainable
+from hfta_tune.tune._sealed import Sealed, portable, portably
 from hfta_tune.worker import Worker
 
 __all__ = ["WorkerActor"]
+
+_HOOKS = {"save": "save_checkpoint", "restore": "load_checkpoint", "reset": "reset_config"}
 
 
 def _make_optimizers_quickly() -> None:
@@ -58,6 +62,7 @@ class WorkerActor:
         self._worker = Worker(lanes, device="cuda" if on_gpu else "cpu", audit=audit)
         self._trainables: dict[int, FusedTrainable] = {}
         self._errors: dict[int, Exception] = {}
+        self._sealed: dict[int, Sealed] = {}
         self._classes: dict[int, type[FusedTrainable]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hfta_tune")
         self._early: list[tuple[int, str, tuple[Any, ...], asyncio.Future[Any]]] = []
@@ -71,7 +76,7 @@ class WorkerActor:
         while self._early and self._early[0][0] == self._next:
             _, name, own, waiting = heapq.heappop(self._early)
             self._next += 1
-            running = loop.run_in_executor(self._thread, getattr(self, f"_{name}"), *own)
+            running = loop.run_in_executor(self._thread, portably(getattr(self, f"_{name}")), *own)
             running.add_done_callback(functools.partial(_hand_over, waiting))
         return await outcome
 
@@ -79,29 +84,43 @@ class WorkerActor:
         """Return what the worker does now; answered at once, also in the middle of a round."""
         return {"pid": os.getpid(), "threads": torch.get_num_threads(), **self._worker.describe()}
 
-    def _define(self, key: int, kind: type[FusedTrainable]) -> None:
-        self._classes[key] = kind
+    def _define(self, key: int, kind: Sealed) -> None:
+        self._sealed[key] = kind
 
-    def _create(self, lane: int, key: int, config: dict[str, Any], storage: Any) -> None:
+    def _create(self, lane: int, key: int, arguments: Sealed) -> None:
         """Give a trial its lane. What goes wrong is told to the trial's first call that awaits an answer."""
         try:
-            trainable = self._classes[key](config=config, storage=storage)
+            if key not in self._classes:
+                self._classes[key] = self._sealed[key].open()
+            config, storage = arguments.open()
+            with self._worker.running.hook("setup", [config[TRIAL_INFO].trial_id]):
+                trainable = self._classes[key](config=config, storage=storage)
             self._trainables[lane] = trainable
             trainable._join(self._worker, trainable.trial_id)
         except Exception as error:
             self._errors[lane] = error
 
-    def _call(self, lane: int, method: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    def _call(self, lane: int, method: str, given: Sealed) -> Any:
         """Call a method of a lane's trainable; `stop` also frees the lane."""
         if method == "stop":
             self._errors.pop(lane, None)
             trainable = self._trainables.pop(lane, None)
-            return trainable.stop() if trainable is not None else None
+            return self._stop(trainable) if trainable is not None else None
         if method == "reset":
             self._errors.pop(lane, None)
         elif lane in self._errors:
             raise self._errors[lane]
-        return getattr(self._trainables[lane], method)(*arguments, **keywords)
+        trainable = self._trainables[lane]
+        arguments, keywords = given.open()
+        with self._worker.running.hook(_HOOKS.get(method, method), [trainable._lane_name]):
+            return getattr(trainable, method)(*arguments, **keywords)
+
+    def _stop(self, trainable: FusedTrainable) -> None:
+        try:
+            with self._worker.running.hook("cleanup", [trainable._lane_name]):
+                trainable.stop()
+        finally:
+            trainable._leave()  # also when a cleanup of the user's raises, or does not call this class's
 
     def _round(
         self, lanes: Sequence[int], rounds_left: float | None
@@ -127,7 +146,7 @@ class WorkerActor:
                     results.append(trainable.train())
                     continue
                 self._errors[lane] = error = outcome
-            results.append(RayTaskError("train", "".join(traceback.format_exception(error)), error))
+            results.append(RayTaskError("train", "".join(traceback.format_exception(error)), portable(error)))
         return results, self._worker.fitting_lanes
 
 

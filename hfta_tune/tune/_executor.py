@@ -26,13 +26,14 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.train.constants import RAY_CHDIR_TO_TRIAL_DIR
 from ray.tune.execution.class_cache import ENV_VARS_TO_PROPAGATE
 from ray.tune.registry import _ParameterRegistry
-from ray.tune.result import STDERR_FILE, STDOUT_FILE, TRAINING_ITERATION
+from ray.tune.result import STDERR_FILE, STDOUT_FILE, TRAINING_ITERATION, TRIAL_INFO
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
 from hfta_tune.packing import Packer, WorkerState
 from hfta_tune.trainable import FusedTrainable
 from hfta_tune.tune._actor import WorkerActor
 from hfta_tune.tune._logs import DeferredLogs
+from hfta_tune.tune._sealed import Sealed
 
 __all__ = ["LaneActorManager", "pack_trials_of", "prepare_worker_process"]
 
@@ -159,7 +160,8 @@ class _LaneMethod:
 
     def remote(self, *arguments: Any, **keywords: Any) -> ray.ObjectRef:
         assert self._lane.worker is not None
-        return self._lane.worker.send("call", self._lane.number, self._name, arguments, keywords)
+        given = Sealed((arguments, keywords), f"an argument of {self._name}")
+        return self._lane.worker.send("call", self._lane.number, self._name, given)
 
 
 class _NoMetrics:
@@ -422,7 +424,7 @@ class LaneActorManager(RayActorManager):
     def _start_lane(self, tracked: TrackedActor, worker: _Worker) -> None:
         kind, kwargs, _ = self._pending_actors_to_attrs.pop(tracked)
         if kind not in self._classes:
-            self._classes[kind] = (len(self._classes), ray.put(kind))
+            self._classes[kind] = (len(self._classes), ray.put(Sealed(kind, f"The class {kind.__name__}")))
         key, reference = self._classes[kind]
         lane = self._lanes[tracked]
         lane.worker = worker
@@ -431,7 +433,10 @@ class LaneActorManager(RayActorManager):
             self._say_once("log_to_file has no effect under HFTAPacker: the trials of a worker share its output.")
         config[STDOUT_FILE] = config[STDERR_FILE] = None
         worker.define(key, reference)
-        worker.send("create", lane.number, key, config, kwargs["storage"])
+        sealed = Sealed(
+            (config, kwargs["storage"]), f"The config or the storage of trial {config[TRIAL_INFO].trial_id}"
+        )
+        worker.send("create", lane.number, key, sealed)
         if self._no_metrics is None:
             self._no_metrics = ray.put({})
         handle = LaneHandle(lane, self._no_metrics)
