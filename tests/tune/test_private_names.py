@@ -10,6 +10,7 @@ from ray.air.execution._internal import RayActorManager, TrackedActor
 from ray.air.execution._internal.event_manager import RayEventManager
 from ray.air.execution._internal.tracked_actor_task import TrackedActorTask
 from ray.tune.execution.tune_controller import TuneController
+from ray.tune.logger import CSVLoggerCallback, JsonLoggerCallback, LoggerCallback
 from ray.tune.registry import _ParameterRegistry
 
 from hfta_tune.tune._executor import LaneActorManager
@@ -89,6 +90,7 @@ def test_the_controller() -> None:
         "_stop_queue",
         "_stopper",
         "_callbacks",
+        "_actor_to_trial",
     ):
         assert f"self.{name}" in source, name
 
@@ -96,3 +98,9 @@ def test_the_controller() -> None:
 def test_parameters_of_with_parameters() -> None:
     registry = _ParameterRegistry()
     assert registry.references == {} and callable(registry.get)
+
+
+@pytest.mark.parametrize("logger", [CSVLoggerCallback, JsonLoggerCallback])
+def test_loggers_fetch_older_logs(logger: type) -> None:
+    assert list(inspect.signature(LoggerCallback._restore_from_remote).parameters) == ["self", "file_name", "trial"]
+    assert "self._restore_from_remote(" in inspect.getsource(logger)
