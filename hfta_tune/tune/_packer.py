@@ -11,6 +11,7 @@ from ray.tune.schedulers import FIFOScheduler, ResourceChangingScheduler, TrialS
 from hfta_tune._checks import check_hooks
 from hfta_tune.trainable import FusedTrainable
 from hfta_tune.tune._executor import LaneActorManager, pack_trials_of
+from hfta_tune.tune._watch import checked_limit
 
 __all__ = ["HFTAPacker"]
 
@@ -27,9 +28,12 @@ class HFTAPacker(TrialScheduler):
         B: How many trials live in one worker.
         audit: Compare the first fused step of every array with the same step of each trial in plain PyTorch; where
             they differ, a warning says where, and those trials train one by one.
+        round_timeout_s: How long a worker may take over one round, or over one other thing that it is asked for, such
+            as to build a trial or to save one. After that it is killed: the trial that it hangs in fails with an
+            error that names the hook, the others of the worker go on from their checkpoints. None for no limit.
 
     Raises:
-        ValueError: if B is no positive integer.
+        ValueError: if B is no positive integer, or round_timeout_s no positive number.
         TypeError: if base_scheduler is no scheduler instance.
 
     Example:
@@ -39,7 +43,14 @@ class HFTAPacker(TrialScheduler):
         'accuracy'
     """
 
-    def __init__(self, base_scheduler: TrialScheduler | None = None, *, B: int = 8, audit: bool = False) -> None:
+    def __init__(
+        self,
+        base_scheduler: TrialScheduler | None = None,
+        *,
+        B: int = 8,
+        audit: bool = False,
+        round_timeout_s: float | None = None,
+    ) -> None:
         if isinstance(B, bool) or not hasattr(B, "__index__") or B < 1:
             raise ValueError(f"B, the number of trials in one worker, must be a positive integer but got {B!r}.")
         if base_scheduler is not None and not isinstance(base_scheduler, TrialScheduler):
@@ -56,6 +67,7 @@ class HFTAPacker(TrialScheduler):
         self._base_scheduler = base_scheduler if base_scheduler is not None else FIFOScheduler()
         self._lanes = int(B)
         self._audit = bool(audit)
+        self._round_timeout_s = checked_limit(round_timeout_s)
         self._executor: weakref.ref[LaneActorManager] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -96,7 +108,8 @@ class HFTAPacker(TrialScheduler):
         kind = trial.get_trainable_cls()
         if isinstance(kind, type) and issubclass(kind, FusedTrainable):
             check_hooks(kind)
-        self._executor = weakref.ref(pack_trials_of(tune_controller, self._lanes, audit=self._audit))
+        manager = pack_trials_of(tune_controller, self._lanes, audit=self._audit, round_timeout_s=self._round_timeout_s)
+        self._executor = weakref.ref(manager)
         self._base_scheduler.on_trial_add(tune_controller, trial)
 
     def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
