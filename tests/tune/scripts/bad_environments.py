@@ -20,13 +20,16 @@ address, storage, markers = sys.argv[1:]
 
 
 def die_once() -> None:
-    """The start of two processes; those that start later live."""
-    for number in (1, 2):
-        try:
-            Path(markers, f"died_{number}").touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        os.kill(os.getpid(), signal.SIGKILL)
+    """Have the process that first starts a worker die of it."""
+
+    class Finder:
+        def find_spec(self, name: str, *arguments: Any) -> None:
+            marker = Path(markers, "died")
+            if name == "hfta_tune.tune._actor" and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
 
 
 def run(runtime_env: dict[str, Any], max_failures: int) -> list[dict[str, Any]]:
