@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hfta_tune._guard import AttributeUse, shared_self
 from hfta_tune._recording import MISSING, ConfigPath, RecordingConfig, lookup
+from hfta_tune._running import Running
 from hfta_tune.fusion import FusedArray, Lane, LanesDiffer, comparable
 
 __all__ = ["Steps", "dotted"]
@@ -27,6 +28,7 @@ class Steps:
         kind: The FusedTrainable class.
         owners: The trainable and the config of each lane.
         warn: Says something to the user, once.
+        running: Is told which step runs, and for which lanes.
         keys: The keys that joined the signature.
         numbers: The keys that were read as tensors since `numbers` was last cleared.
     """
@@ -34,6 +36,7 @@ class Steps:
     kind: type
     owners: Mapping[Lane, tuple[Any, Mapping[Any, Any]]]
     warn: Callable[[str], None]
+    running: Running
     keys: set[ConfigPath] = field(default_factory=set)
     numbers: set[ConfigPath] = field(default_factory=set)
     _trying: frozenset[ConfigPath] = frozenset()
@@ -111,7 +114,8 @@ class Steps:
             trainable = shared_self(
                 [t for t, _ in owners], [lane.name for lane in lanes], hook, config, self._attributes[hook]
             )
-        return getattr(self.kind, hook)(trainable, model, batch, config)
+        with self.running.hook(hook, lanes):
+            return getattr(self.kind, hook)(trainable, model, batch, config)
 
 
 def dotted(path: ConfigPath) -> str:

@@ -156,6 +156,7 @@ class FusedTrainable(Trainable):
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Start anew with another config in the same lane."""
         self.cleanup()
+        self._leave()
         self.setup(copy.deepcopy(new_config))
         if self._worker is not None:
             self._join(self._worker, self.trial_id)
@@ -163,6 +164,9 @@ class FusedTrainable(Trainable):
 
     def cleanup(self) -> None:
         """Free the lane."""
+        self._leave()
+
+    def _leave(self) -> None:
         if self._worker is not None and self._lane_name in self._worker.trial_ids:
             self._worker.remove(self._lane_name)
 

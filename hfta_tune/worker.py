@@ -37,6 +37,7 @@ from hfta_tune._loaders import Data, DataCache
 from hfta_tune._metrics import RoundMeans
 from hfta_tune._prefetch import on_device
 from hfta_tune._recording import copied, numbers_of
+from hfta_tune._running import Running
 from hfta_tune._snapshot import Snapshot
 from hfta_tune._steps import Steps
 from hfta_tune.fusion import (
@@ -139,6 +140,7 @@ class Worker:
         if strategy not in ("auto", VMAP, LANE_BY_LANE):
             raise ValueError(f'strategy must be "auto", "{VMAP}" or "{LANE_BY_LANE}" but got {strategy!r}.')
         self._strategies = (VMAP, LANE_BY_LANE, COMPILED) if strategy == "auto" else (strategy,)
+        self.running = Running()
         self._audit = audit
         self._fitting = self.lanes
         self._most_in_array: dict[Any, int] = {}
@@ -184,20 +186,26 @@ class Worker:
         return trial.key_hash
 
     def describe(self) -> dict[str, Any]:
-        """Return what the worker does: its arrays with their trials and strategies."""
-        names = {trial.lane: trial.name for trial in self._trials.values()}
+        """Return what the worker does: its arrays with their trials and strategies, and which hook runs now.
+
+        Any thread may ask, also in the middle of a round; so trials may come and go meanwhile.
+        """
+        names: dict[Any, str] = {trial.lane: trial.name for trial in list(self._trials.values())}
+        now = self.running.now
+        running = now and {"hook": now[0], "trials": [names.get(trial, trial) for trial in list(now[1])]}
         return {
+            "running": running,
             "lanes": self.lanes,
             "fitting_lanes": self.fitting_lanes,
             "device": str(self.device),
             "arrays": [
                 {
-                    "trials": [names[lane] for lane in array.lanes],
+                    "trials": [names[lane] for lane in list(array.lanes) if lane in names],
                     "strategy": array.strategy,
                     "evaluation_strategy": array.evaluation_strategy,
                     "seconds_a_step": array.seconds_a_step,
                 }
-                for array in self._arrays
+                for array in list(self._arrays)
             ],
         }
 
@@ -225,16 +233,19 @@ class Worker:
         check_hooks(type(trainable))
         config = copied(config)
         with self._own_randomness(int(config.get("seed", trainable.seed))):
-            model = trainable.build_model(copied(config))
+            with self.running.hook("build_model", [trial_id]):
+                model = trainable.build_model(copied(config))
             if not isinstance(model, nn.Module):
                 raise FusionError(f"trial {trial_id}: build_model returned {model!r:.80}; return a torch.nn.Module.")
             check_own_parameters(trial_id, model, {t.name: t.lane.model for t in self._trials.values()})
             model.to(self.device)
-            returned = trainable.build_optimizer(model, copied(config))
+            with self.running.hook("build_optimizer", [trial_id]):
+                returned = trainable.build_optimizer(model, copied(config))
             optimizers = checked_optimizers(trial_id, returned)
             split = tuple((key, checked_split(trial_id, model, own)) for key, own in optimizers.items())
             built = built_numbers(optimizers)
-            scheduler = trainable.build_lr_scheduler(returned, copied(config))
+            with self.running.hook("build_lr_scheduler", [trial_id]):
+                scheduler = trainable.build_lr_scheduler(returned, copied(config))
         schedulers = checked_schedulers(trial_id, optimizers, scheduler)
         for key, own in schedulers.items():
             check_schedule(trial_id, trainable, optimizers[key], own)
@@ -242,7 +253,8 @@ class Worker:
         check_closures(trial_id, optimizers, options)
         with self._own_randomness(int(trainable.seed)):
             in_use = [trial.data for trial in self._trials.values()]
-            data = self._loaders.get(trial_id, trainable, config, in_use)
+            with self.running.hook("train_dataloader or val_dataloader", [trial_id]):
+                data = self._loaders.get(trial_id, trainable, config, in_use)
         if data.validation is not None and not overrides(type(trainable), "validation_step"):
             raise FusionError(
                 f"trial {trial_id}: {type(trainable).__name__} has a val_dataloader but no validation_step; "
@@ -251,7 +263,7 @@ class Worker:
         clipping = checked_clipping(trial_id, trainable, config)
         lane = Lane(f"trial {trial_id}", model, optimizers, schedulers, numbers_of(config), clipping)
         self._owners[lane] = (trainable, config)
-        self._steps.setdefault(type(trainable), Steps(type(trainable), self._owners, self._warn_once))
+        self._steps.setdefault(type(trainable), Steps(type(trainable), self._owners, self._warn_once, self.running))
         self._trials[trial_id] = _Trial(
             trial_id,
             trainable,
@@ -311,10 +323,11 @@ class Worker:
         withdrawn: set[_Trial] = set()
         self._withdrawn = withdrawn
         try:
-            for trials in groups.values():
-                present = [trial for trial in trials if trial not in withdrawn]
-                if present:
-                    outcomes.update(self._run_group(present, rounds_left or 0, between_steps))
+            with self.running.hook("round", [trial.lane for trial in taking_part]):
+                for trials in groups.values():
+                    present = [trial for trial in trials if trial not in withdrawn]
+                    if present:
+                        outcomes.update(self._run_group(present, rounds_left or 0, between_steps))
         finally:
             self._withdrawn = None
         taking_part = [trial for trial in taking_part if trial not in withdrawn]
@@ -546,6 +559,7 @@ class Worker:
                 batches = data.round_of_training(trials[0].steps_per_round, first_epoch)
                 accumulate = any(trial.options.accumulate > 1 for trial in trials)
                 given = self._batches(batches, "train_dataloader")
+                self.running.now = "train_dataloader", [trial.lane for trial in trials]
                 # Only where it matters whether a batch is the last: looking ahead, a loader draws its random
                 # numbers before the step that it would draw them after.
                 for number, (batch, last) in enumerate(_with_last(given) if accumulate else zip(given, repeat(False))):
@@ -554,6 +568,7 @@ class Worker:
                 self._compile_what_pays(_arrays_of(alive), steps, rounds_left * (number + 1))
                 if data.validation is not None and alive:
                     self._set_mode(self._arrange(alive), training=False)
+                    self.running.now = "val_dataloader", [trial.lane for trial in trials]
                     for batch in self._batches(data.validation, "val_dataloader"):
                         self._evaluate_on(batch, steps, alive, failed, means)
                         between()
@@ -574,7 +589,8 @@ class Worker:
             if surroundings is None:  # the compiled step would not see what the user's code does to self
                 continue
             array.set_surroundings(surroundings)
-            seconds = array.compile_if_it_pays(steps_left)
+            with self.running.hook("torch.compile of training_step", array.lanes):
+                seconds = array.compile_if_it_pays(steps_left)
             if seconds is not None:
                 logger.info("Compiled the training step of %d lanes in %.1f s.", len(array.lanes), seconds)
 
@@ -638,13 +654,15 @@ class Worker:
         An array whose lanes turn out to differ is split, and a step that vmap cannot do runs lane by lane.
         """
         step = steps.training if training else steps.validation
+        hook = "training_step" if training else "validation_step"
         pending = _arrays_of(alive)
         while pending:
             array = pending.pop()
             # A step may change its batch in place; only its last reader gets the loader's own tensors.
             own = clone_batch(batch) if pending else batch
             try:
-                outcome = run(array, step, own)
+                with self.running.hook(hook, array.lanes):
+                    outcome = run(array, step, own)
             except LanesDiffer:
                 pending.extend(self._rearranged(array, alive, training=training))
                 continue
@@ -663,7 +681,8 @@ class Worker:
                     pending.extend(self._rearranged(array, alive, training=training))
                     continue
                 array.give_up_vmap(training=training)
-                outcome = run(array, step, own)
+                with self.running.hook(hook, array.lanes):
+                    outcome = run(array, step, own)
                 if training or array.strategy != LANE_BY_LANE:  # else the same was said of the training
                     self._say_fallback(array, steps.kind, "trains" if training else "evaluates", failure)
             yield array, outcome
@@ -719,7 +738,7 @@ class Worker:
             was_training = model.training
             model.eval()
             try:
-                with torch.no_grad():
+                with torch.no_grad(), self.running.hook("evaluate", [trial.name]):
                     own = trial.trainable.evaluate(model, copied(trial.config))
             finally:
                 model.train(was_training)

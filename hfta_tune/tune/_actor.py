@@ -16,17 +16,21 @@ from typing import Any, TypeAlias
 import torch
 from ray.air.constants import TIME_THIS_ITER_S
 from ray.exceptions import RayTaskError
+from ray.tune.result import TRIAL_INFO
 
 from hfta_tune._doubling import Memory
 from hfta_tune.trainable import FusedTrainable
 from hfta_tune.tune._calls import Call, CallQueue
 from hfta_tune.tune._report import RoundReport, report_on
+from hfta_tune.tune._sealed import Sealed, portable
 from hfta_tune.worker import RoundAbandoned, Worker
 
 __all__ = ["WorkerActor"]
 
 Outcome: TypeAlias = dict[str, Any] | Exception
 """A trial's metrics of a round, or what its own code raised."""
+
+_HOOKS = {"save": "save_checkpoint", "restore": "load_checkpoint", "reset": "reset_config"}
 
 
 def _make_optimizers_quickly() -> None:
@@ -80,6 +84,7 @@ class WorkerActor:
         self._at_start = memory_in_use(on_gpu)[0] if tell_memory else 0
         self._trainables: dict[int, FusedTrainable] = {}
         self._errors: dict[int, Exception] = {}
+        self._sealed: dict[int, Sealed] = {}
         self._classes: dict[int, type[FusedTrainable]] = {}
         self._ahead = _Ahead() if run_ahead else None
         self._calls = CallQueue()
@@ -113,38 +118,52 @@ class WorkerActor:
         try:
             result = getattr(self, f"_{call.method}")(*call.arguments)
         except BaseException as error:
-            call.answer(None, error)
+            call.answer(None, portable(error))
         else:
             call.answer(result, None)
 
-    def _define(self, key: int, kind: type[FusedTrainable]) -> None:
-        self._classes[key] = kind
+    def _define(self, key: int, kind: Sealed) -> None:
+        self._sealed[key] = kind
 
     def _resize(self, lanes: int) -> None:
         self._worker.resize(lanes)
 
-    def _create(self, lane: int, key: int, config: dict[str, Any], storage: Any) -> None:
+    def _create(self, lane: int, key: int, arguments: Sealed) -> None:
         """Give a trial its lane. What goes wrong is told to the trial's first call that awaits an answer."""
         try:
-            trainable = self._classes[key](config=config, storage=storage)
+            if key not in self._classes:
+                self._classes[key] = self._sealed[key].open()
+            config, storage = arguments.open()
+            with self._worker.running.hook("setup", [config[TRIAL_INFO].trial_id]):
+                trainable = self._classes[key](config=config, storage=storage)
             self._trainables[lane] = trainable
             trainable._join(self._worker, trainable.trial_id)
         except Exception as error:
             self._errors[lane] = error
 
-    def _call(self, lane: int, method: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    def _call(self, lane: int, method: str, given: Sealed) -> Any:
         """Call a method of a lane's trainable; `stop` also frees the lane."""
         if self._ahead is not None and method in _CHANGING:
             self._ahead.withdraw(lane)
         if method == "stop":
             self._errors.pop(lane, None)
             trainable = self._trainables.pop(lane, None)
-            return trainable.stop() if trainable is not None else None
+            return self._stop(trainable) if trainable is not None else None
         if method == "reset":
             self._errors.pop(lane, None)
         elif lane in self._errors:
             raise self._errors[lane]
-        return getattr(self._trainables[lane], method)(*arguments, **keywords)
+        trainable = self._trainables[lane]
+        arguments, keywords = given.open()
+        with self._worker.running.hook(_HOOKS.get(method, method), [trainable._lane_name]):
+            return getattr(trainable, method)(*arguments, **keywords)
+
+    def _stop(self, trainable: FusedTrainable) -> None:
+        try:
+            with self._worker.running.hook("cleanup", [trainable._lane_name]):
+                trainable.stop()
+        finally:
+            trainable._leave()  # also when a cleanup of the user's raises, or does not call this class's
 
     # Rounds
 
@@ -202,7 +221,7 @@ class WorkerActor:
         if error is None:
             assert isinstance(outcome, Exception)
             self._errors[lane] = error = outcome
-        return RayTaskError("train", "".join(traceback.format_exception(error)), error)
+        return RayTaskError("train", "".join(traceback.format_exception(error)), portable(error))
 
     def _may_run_ahead(self) -> bool:
         """Whether what a trainable saves is the worker's state alone, which can be held."""

@@ -38,6 +38,8 @@ from hfta_tune.trainable import FusedTrainable
 from hfta_tune.tune._actor import WorkerActor
 from hfta_tune.tune._logs import DeferredLogs
 from hfta_tune.tune._report import RoundReport
+from hfta_tune.tune._sealed import Sealed
+from hfta_tune.tune._watch import Overdue, UnansweredCalls, Watch
 
 __all__ = ["LaneActorManager", "memory_in_use", "pack_trials_of", "prepare_worker_process"]
 
@@ -47,7 +49,9 @@ logger = logging.getLogger(__name__)
 _LOGS_AT_A_TIME = 12
 
 
-def pack_trials_of(tune_controller: Any, lanes: int | LaneDoubling, *, audit: bool = False) -> LaneActorManager:
+def pack_trials_of(
+    tune_controller: Any, lanes: int | LaneDoubling, *, audit: bool = False, round_timeout_s: float | None = None
+) -> LaneActorManager:
     """Make a Tune controller give its FusedTrainable trials lanes; doing it again does nothing.
 
     Raises:
@@ -66,6 +70,8 @@ def pack_trials_of(tune_controller: Any, lanes: int | LaneDoubling, *, audit: bo
         manager.pack(
             lanes,
             audit=audit,
+            watch=Watch(round_timeout_s),
+            trial_of=functools.partial(_trial_of, controller),
             more_trials_expected=functools.partial(_more_trials_expected, controller),
             pausing=functools.partial(_pausing, controller),
             stopping=functools.partial(_stopping, controller),
@@ -74,6 +80,11 @@ def pack_trials_of(tune_controller: Any, lanes: int | LaneDoubling, *, audit: bo
         )
         manager.logs.take_over(controller._callbacks._callbacks)
     return manager
+
+
+def _trial_of(controller: Any, tracked: TrackedActor) -> str | None:
+    trial = controller._actor_to_trial.get(tracked)
+    return None if trial is None else trial.trial_id
 
 
 def _more_trials_expected(controller: Any) -> bool:
@@ -153,6 +164,8 @@ class _Worker:
         ready: Whether its process has started.
         in_round: The train requests of the round that it trains now.
         death: What it died of.
+        spared: Those of its trials that are known not to be to blame for that.
+        unanswered: The calls that it has not answered, if there is a limit on how long it may take over one.
     """
 
     number: int
@@ -162,6 +175,8 @@ class _Worker:
     ready: bool = False
     in_round: dict[TrackedActor, TrackedActorTask] = field(default_factory=dict)
     death: RayActorError | None = None
+    spared: set[TrackedActor] = field(default_factory=set)
+    unanswered: UnansweredCalls | None = None
     _calls: int = 0
     _classes: set[int] = field(default_factory=set)
 
@@ -169,6 +184,8 @@ class _Worker:
         """Call the worker; it carries out its calls in the order in which they were sent."""
         future = self.actor.submit.remote(self._calls, method, *arguments)
         self._calls += 1
+        if self.unanswered is not None:
+            self.unanswered.sent(future)
         return future
 
     def resize(self, lanes: int) -> None:
@@ -176,6 +193,12 @@ class _Worker:
         if lanes != self.lanes:
             self.lanes = lanes
             self.send("resize", lanes)
+
+    def death_of(self, tracked: TrackedActor) -> RayActorError | None:
+        """What a trial's calls fail with if the worker is dead. Tune counts no failure where one was preempted."""
+        if self.death is None or tracked not in self.spared:
+            return self.death
+        return RayActorError(error_msg=str(self.death), preempted=True)
 
     def define(self, key: int, reference: ray.ObjectRef) -> None:
         """Send a trainable class, once."""
@@ -200,7 +223,8 @@ class _LaneMethod:
 
     def remote(self, *arguments: Any, **keywords: Any) -> ray.ObjectRef:
         assert self._lane.worker is not None
-        return self._lane.worker.send("call", self._lane.number, self._name, arguments, keywords)
+        given = Sealed((arguments, keywords), f"an argument of {self._name}")
+        return self._lane.worker.send("call", self._lane.number, self._name, given)
 
 
 class _NoMetrics:
@@ -246,6 +270,8 @@ class LaneActorManager(RayActorManager):
         self._doubling: LaneDoubling | None = None
         self._kinds = Kinds()
         self._audit = False
+        self._watch = Watch()
+        self._trial_of: Callable[[TrackedActor], str | None] = lambda tracked: None
         self._more_trials_expected: Callable[[], bool] = lambda: False
         self._pausing: Callable[[], bool] = lambda: False
         self._stopping: Callable[[], bool] = lambda: False
@@ -269,6 +295,8 @@ class LaneActorManager(RayActorManager):
         lanes: int | LaneDoubling,
         *,
         audit: bool,
+        watch: Watch,
+        trial_of: Callable[[TrackedActor], str | None],
         more_trials_expected: Callable[[], bool],
         pausing: Callable[[], bool],
         stopping: Callable[[], bool],
@@ -281,6 +309,8 @@ class LaneActorManager(RayActorManager):
             self._doubling.begin()
         self._packer = Packer(lanes.lanes if isinstance(lanes, LaneDoubling) else lanes)
         self._audit = audit
+        self._watch = watch
+        self._trial_of = trial_of
         self._more_trials_expected = more_trials_expected
         self._pausing = pausing
         self._stopping = stopping
@@ -357,8 +387,9 @@ class LaneActorManager(RayActorManager):
             )
         assert lane is not None and lane.worker is not None
         task = TrackedActorTask(tracked_actor, on_result=on_result, on_error=on_error)
-        if lane.worker.death is not None:
-            self._outcomes.append((task, lane.worker.death))
+        death = lane.worker.death_of(tracked_actor)
+        if death is not None:
+            self._outcomes.append((task, death))
         else:
             self._requests[tracked_actor] = task
         return None
@@ -380,6 +411,8 @@ class LaneActorManager(RayActorManager):
         if self._try_kill_actor():
             return True
         self._try_start_actors()
+        for worker, overdue in self._watch.overdue(self._workers.values()):
+            self._give_up(worker, overdue)
         if self._started:
             tracked = self._started.popleft()
             if tracked._on_start:
@@ -512,7 +545,7 @@ class LaneActorManager(RayActorManager):
     def _start_lane(self, tracked: TrackedActor, worker: _Worker) -> None:
         kind, kwargs, _ = self._pending_actors_to_attrs.pop(tracked)
         if kind not in self._classes:
-            self._classes[kind] = (len(self._classes), ray.put(kind))
+            self._classes[kind] = (len(self._classes), ray.put(Sealed(kind, f"The class {kind.__name__}")))
         key, reference = self._classes[kind]
         lane = self._lanes[tracked]
         lane.worker = worker
@@ -522,7 +555,10 @@ class LaneActorManager(RayActorManager):
         config[STDOUT_FILE] = config[STDERR_FILE] = None
         worker.resize(self._packer.lanes)
         worker.define(key, reference)
-        worker.send("create", lane.number, key, config, kwargs["storage"])
+        sealed = Sealed(
+            (config, kwargs["storage"]), f"The config or the storage of trial {config[TRIAL_INFO].trial_id}"
+        )
+        worker.send("create", lane.number, key, sealed)
         if self._no_metrics is None:
             self._no_metrics = ray.put({})
         handle = LaneHandle(lane, self._no_metrics)
@@ -574,7 +610,7 @@ class LaneActorManager(RayActorManager):
             self._lose_worker(worker, error)
 
         tracked = super().add_actor(self._worker_class, kwargs, resource_request, on_start=on_start, on_error=on_error)
-        worker = _Worker(number, tracked, self._packer.lanes)
+        worker = _Worker(number, tracked, self._packer.lanes, unanswered=self._watch.calls())
         self._workers[number] = worker
         self._worker_actors.add(tracked)
 
@@ -602,12 +638,23 @@ class LaneActorManager(RayActorManager):
         tasks += [task for tracked, task in self._requests.items() if self._lanes[tracked].worker is worker]
         for task in tasks:
             self._requests.pop(task._tracked_actor, None)
-            self._outcomes.append((task, worker.death))
+            self._outcomes.append((task, worker.death_of(task._tracked_actor)))
+
+    def _give_up(self, worker: _Worker, overdue: Overdue) -> None:
+        """Kill a worker that hangs: it costs only the trials a failure that it hangs in, if that is known."""
+        trials = {tracked: self._trial_of(tracked) for tracked, lane in self._lanes.items() if lane.worker is worker}
+        others = {tracked: name for tracked, name in trials.items() if name not in overdue.trials}
+        if len(others) < len(trials):
+            worker.spared = set(others)
+        logger.warning("%s", overdue.warning([name for name in others.values() if name], spared=bool(worker.spared)))
+        ray.kill(worker.actor)
+        self._lose_worker(worker, RayActorError(error_msg=str(overdue)))
 
     def _actor_task_failed(self, tracked_actor_task: TrackedActorTask, exception: Exception) -> None:
         lane = self._lanes.get(tracked_actor_task._tracked_actor)
         if lane is not None and lane.worker is not None and isinstance(exception, RayActorError):
             self._lose_worker(lane.worker, exception)
+            exception = lane.worker.death_of(tracked_actor_task._tracked_actor) or exception
         super()._actor_task_failed(tracked_actor_task, exception)
 
     # What the controller counts: trials, not workers

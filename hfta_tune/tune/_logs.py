@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from ray.tune.logger import CSVLoggerCallback, JsonLoggerCallback, TBXLoggerCallback
@@ -39,6 +40,7 @@ class DeferredLogs:
                 if type(callback) is TBXLoggerCallback:
                     write_events_directly(callback)
                 self._defer_results(callback)
+                _keep_local_files(callback)
                 for event in _EVENTS:
                     self._write_before(callback, event)
 
@@ -64,3 +66,18 @@ class DeferredLogs:
             log(*arguments, **keywords)
 
         setattr(callback, event, after_results)
+
+
+def _keep_local_files(callback: Any) -> None:
+    """Have a logger fetch a trial's file from storage only if it has none.
+
+    Tune's loggers fetch it whenever a trial starts from a checkpoint. Where the driver itself wrote the file, that
+    in storage is older, by the results since the last upload.
+    """
+    fetch = callback._restore_from_remote
+
+    def restore_from_remote(file_name: str, trial: Any) -> None:
+        if not Path(trial.local_path, file_name).exists():
+            fetch(file_name, trial)
+
+    callback._restore_from_remote = restore_from_remote

@@ -12,6 +12,7 @@ from hfta_tune._checks import check_hooks
 from hfta_tune._doubling import LaneDoubling
 from hfta_tune.trainable import FusedTrainable
 from hfta_tune.tune._executor import LaneActorManager, pack_trials_of
+from hfta_tune.tune._watch import checked_limit
 
 __all__ = ["HFTAPacker"]
 
@@ -29,9 +30,12 @@ class HFTAPacker(TrialScheduler):
             their throughput by more than 10%, memory allows, and trials wait. One log line says where it stops.
         audit: Compare the first fused step of every array with the same step of each trial in plain PyTorch; where
             they differ, a warning says where, and those trials train one by one.
+        round_timeout_s: How long a worker may take over one round, or over one other thing that it is asked for, such
+            as to build a trial or to save one. After that it is killed: the trial that it hangs in fails with an
+            error that names the hook, the others of the worker go on from their checkpoints. None for no limit.
 
     Raises:
-        ValueError: if B is neither a positive integer nor "auto".
+        ValueError: if B is neither a positive integer nor "auto", or round_timeout_s no positive number.
         TypeError: if base_scheduler is no scheduler instance.
 
     Example:
@@ -41,7 +45,14 @@ class HFTAPacker(TrialScheduler):
         'accuracy'
     """
 
-    def __init__(self, base_scheduler: TrialScheduler | None = None, *, B: int | str = 8, audit: bool = False) -> None:
+    def __init__(
+        self,
+        base_scheduler: TrialScheduler | None = None,
+        *,
+        B: int | str = 8,
+        audit: bool = False,
+        round_timeout_s: float | None = None,
+    ) -> None:
         automatic = isinstance(B, str) and B == "auto"
         if not automatic and (isinstance(B, (bool, str)) or not hasattr(B, "__index__") or B < 1):
             raise ValueError(
@@ -61,6 +72,7 @@ class HFTAPacker(TrialScheduler):
         self._base_scheduler = base_scheduler if base_scheduler is not None else FIFOScheduler()
         self._lanes: int | LaneDoubling = LaneDoubling() if automatic else int(B)
         self._audit = bool(audit)
+        self._round_timeout_s = checked_limit(round_timeout_s)
         self._executor: weakref.ref[LaneActorManager] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -106,7 +118,8 @@ class HFTAPacker(TrialScheduler):
         kind = trial.get_trainable_cls()
         if isinstance(kind, type) and issubclass(kind, FusedTrainable):
             check_hooks(kind)
-        self._executor = weakref.ref(pack_trials_of(tune_controller, self._lanes, audit=self._audit))
+        manager = pack_trials_of(tune_controller, self._lanes, audit=self._audit, round_timeout_s=self._round_timeout_s)
+        self._executor = weakref.ref(manager)
         self._base_scheduler.on_trial_add(tune_controller, trial)
 
     def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:

@@ -10,6 +10,7 @@ from ray.air.execution._internal import RayActorManager, TrackedActor
 from ray.air.execution._internal.event_manager import RayEventManager
 from ray.air.execution._internal.tracked_actor_task import TrackedActorTask
 from ray.tune.execution.tune_controller import TuneController
+from ray.tune.logger import CSVLoggerCallback, JsonLoggerCallback, LoggerCallback
 from ray.tune.registry import _ParameterRegistry
 
 from hfta_tune.tune._executor import LaneActorManager, memory_in_use
@@ -102,3 +103,9 @@ def test_memory_of_the_machine() -> None:
 def test_parameters_of_with_parameters() -> None:
     registry = _ParameterRegistry()
     assert registry.references == {} and callable(registry.get)
+
+
+@pytest.mark.parametrize("logger", [CSVLoggerCallback, JsonLoggerCallback])
+def test_loggers_fetch_older_logs(logger: type) -> None:
+    assert list(inspect.signature(LoggerCallback._restore_from_remote).parameters) == ["self", "file_name", "trial"]
+    assert "self._restore_from_remote(" in inspect.getsource(logger)

@@ -21,6 +21,7 @@ from trainables import Points
 import hfta_tune.tune._actor
 import hfta_tune.tune._executor
 from hfta_tune.tune._actor import WorkerActor, _Ahead
+from hfta_tune.tune._sealed import Sealed
 
 CONFIGS = [{"lr": lr, "seed": seed} for seed, lr in enumerate((0.003, 0.01, 0.03, 0.1))]
 FAR_OFF = 60.0
@@ -84,7 +85,7 @@ class Driver:
     def __init__(self, kind: type[Points] = Gated) -> None:
         self.actor = WorkerActor(lanes=4, cpus=1, gpus=0)
         self._number = 0
-        self.send("define", 0, kind)
+        self.send("define", 0, Sealed(kind, "the class"))
 
     def send(self, method: str, *arguments: Any) -> asyncio.Task[Any]:
         call: Coroutine[Any, Any, Any] = self.actor.submit(self._number, method, *arguments)
@@ -94,10 +95,10 @@ class Driver:
     def create(self, *lanes: int) -> None:
         for lane in lanes:
             info = types.SimpleNamespace(trial_id=f"trial{lane}", trial_name=f"trial{lane}")
-            self.send("create", lane, 0, {**CONFIGS[lane], TRIAL_INFO: info}, None)
+            self.send("create", lane, 0, Sealed(({**CONFIGS[lane], TRIAL_INFO: info}, None), "the config"))
 
     def call(self, lane: int, method: str, *arguments: Any) -> asyncio.Task[Any]:
-        return self.send("call", lane, method, arguments, {})
+        return self.send("call", lane, method, Sealed((arguments, {}), "an argument"))
 
     async def round(self, *lanes: int, ending: tuple[int, ...] = ()) -> list[Any]:
         results, _ = await asyncio.wait_for(self.send("round", lanes, None, ending), FAR_OFF)
