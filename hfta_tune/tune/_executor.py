@@ -57,7 +57,7 @@ def pack_trials_of(tune_controller: Any, lanes: int, *, audit: bool = False) -> 
             stopping=functools.partial(_stopping, controller),
             iterations_left=functools.partial(_iterations_left, controller),
         )
-        manager.logs.take_over(controller._callbacks._callbacks)
+        controller._callbacks = manager.logs = DeferredLogs(controller._callbacks._callbacks)
     return manager
 
 
@@ -215,7 +215,7 @@ class LaneActorManager(RayActorManager):
         self._requests: dict[TrackedActor, TrackedActorTask] = {}
         self._started: deque[TrackedActor] = deque()
         self._outcomes: deque[tuple[TrackedActorTask, Any]] = deque()
-        self.logs = DeferredLogs()
+        self.logs = DeferredLogs([])
         self._said: set[str] = set()
         self._worker_class: Any = None
         self._no_metrics: ray.ObjectRef | None = None
@@ -337,7 +337,7 @@ class LaneActorManager(RayActorManager):
             return True
         # The controller had its chance to fill free lanes: it is asked before each call of next().
         self._send_rounds()
-        if self.logs:
+        if self.logs.waiting:
             self.logs.write(most=_LOGS_AT_A_TIME)
             return super().next(0) or True
         return super().next(timeout)
