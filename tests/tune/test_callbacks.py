@@ -56,7 +56,9 @@ class Listener(tune.Callback):
 
     def note(self, hook: str, trial: Any, result: dict[str, Any] | None = None, **info: Any) -> None:
         detail = sorted(result) if result is not None else sorted(info)
-        self.of_trial[trial.config["failures"]].append((hook, trial.status, len(self.lines(trial.local_path)), detail))
+        # When a trial goes on after a failure, stock Tune fetches its files from the last copy in the storage.
+        lines = len(self.lines(trial.local_path)) if trial.num_failures == 0 else None
+        self.of_trial[trial.config["failures"]].append((hook, trial.status, lines, detail))
 
 
 def _hook(name: str) -> Callable[..., None]:
@@ -154,12 +156,20 @@ def test_csv_json_and_tensorboard_files(heard: dict[bool, Any]) -> None:
             "csv": [(set(row) - {"train_loss"}, row["height"], row["training_iteration"]) for row in rows],
             "json": [(set(own) - {"train_loss"}, own["height"], own["training_iteration"]) for own in results],
             "tensorboard": [(tag, step) for tag, step in scalars(directory) if "train_loss" not in tag],
-            "files": {path.name for path in directory.iterdir() if not path.name.startswith("events")},
         }
 
-    packed, stock = ({key: read(own) for key, own in heard[packed][1].items()} for packed in (True, False))
+    packed, stock = (read(heard[packed][1][0]) for packed in (True, False))
     assert packed == stock
-    assert [step for tag, step in packed[0]["tensorboard"] if tag == "ray/tune/height"] == [1, 2, 3, 4, 5]
+    assert [step for tag, step in packed["tensorboard"] if tag == "ray/tune/height"] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_files_of_a_trial(heard: dict[bool, Any], failures: int) -> None:
+    packed, stock = (
+        {path.name for path in Path(heard[packed][1][failures].path).iterdir() if "events" not in path.name}
+        for packed in (True, False)
+    )
+    assert packed == stock and ("error.txt" in packed) == (failures > 0)
 
 
 def test_mlflow(climb: Any, tmp_path: Path, lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
