@@ -155,12 +155,12 @@ def test_csv_json_and_tensorboard_files(heard: dict[bool, Any]) -> None:
         return {
             "csv": [(set(row) - {"train_loss"}, row["height"], row["training_iteration"]) for row in rows],
             "json": [(set(own) - {"train_loss"}, own["height"], own["training_iteration"]) for own in results],
-            "tensorboard": [(tag, step) for tag, step in scalars(directory) if "train_loss" not in tag],
+            "tensorboard": sorted((step, tag) for tag, step in scalars(directory) if "train_loss" not in tag),
         }
 
     packed, stock = (read(heard[packed][1][0]) for packed in (True, False))
     assert packed == stock
-    assert [step for tag, step in packed["tensorboard"] if tag == "ray/tune/height"] == [1, 2, 3, 4, 5]
+    assert [step for step, tag in packed["tensorboard"] if tag == "ray/tune/height"] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("failures", [0, 1, 2])
