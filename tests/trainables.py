@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from ray import tune
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -126,3 +128,70 @@ class Lacking(FusedTrainable):
     build_model = Points.build_model
     build_optimizer = Points.build_optimizer
     train_dataloader = Points.train_dataloader
+
+
+class Climb(FusedTrainable):
+    """Its weight grows by one each round, so that a plain trainable can report the same: PlainClimb does.
+
+    config: peak, where the score is best; fails_at, a height at which evaluate raises as often as `failures` says.
+    """
+
+    setups = 0
+
+    def setup(self, config: dict[str, Any]) -> None:
+        self.setups += 1
+
+    def build_model(self, config: dict[str, Any]) -> nn.Module:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        return model
+
+    def build_optimizer(self, model: nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def train_dataloader(self, config: dict[str, Any]) -> Any:
+        return [torch.ones(1, 1)]
+
+    def training_step(self, model: nn.Module, batch: Any, config: dict[str, Any]) -> Tensor:
+        return -model(batch).mean()
+
+    def evaluate(self, model: nn.Module, config: dict[str, Any]) -> dict[str, float]:
+        height = float(model.weight)
+        fail_if_due(self.trial_id, height, config)
+        return {"height": height, "score": -abs(height - config["peak"]), "setups": self.setups}
+
+
+class PlainClimb(tune.Trainable):
+    """What Climb reports, without hfta_tune and without torch."""
+
+    setups = 0
+
+    def setup(self, config: dict[str, Any]) -> None:
+        self.setups += 1
+        self.height = 0.0
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self.setup(new_config)
+        return True
+
+    def step(self) -> dict[str, float]:
+        self.height += 1
+        fail_if_due(self.trial_id, self.height, self.config)
+        return {"height": self.height, "score": -abs(self.height - self.config["peak"]), "setups": self.setups}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        Path(checkpoint_dir, "height.json").write_text(json.dumps(self.height))
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        self.height = json.loads(Path(checkpoint_dir, "height.json").read_text())
+
+
+def fail_if_due(trial_id: str, height: float, config: dict[str, Any]) -> None:
+    """Raise, unless the trial has raised often enough; files named after the trial keep count of that."""
+    if height != config.get("fails_at"):
+        return
+    marks = Path(config["marks"])
+    had = len(list(marks.glob(f"{trial_id}.*")))
+    if had < config["failures"]:
+        (marks / f"{trial_id}.{had}").touch()
+        raise ValueError(f"fell at {height}")

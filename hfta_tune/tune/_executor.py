@@ -78,7 +78,7 @@ def pack_trials_of(
             iterations_left=functools.partial(_iterations_left, controller),
             ends_with_next=functools.partial(_ends_with_next, controller),
         )
-        manager.logs.take_over(controller._callbacks._callbacks)
+        controller._callbacks = manager.logs = DeferredLogs(controller._callbacks._callbacks)
     return manager
 
 
@@ -285,7 +285,7 @@ class LaneActorManager(RayActorManager):
         self._requests: dict[TrackedActor, TrackedActorTask] = {}
         self._started: deque[TrackedActor] = deque()
         self._outcomes: deque[tuple[TrackedActorTask, Any]] = deque()
-        self.logs = DeferredLogs()
+        self.logs = DeferredLogs([])
         self._said: set[str] = set()
         self._worker_class: Any = None
         self._no_metrics: ray.ObjectRef | None = None
@@ -423,7 +423,7 @@ class LaneActorManager(RayActorManager):
             return True
         # The controller had its chance to fill free lanes: it is asked before each call of next().
         self._send_rounds()
-        if self.logs:
+        if self.logs.waiting:
             self.logs.write(most=_LOGS_AT_A_TIME)
             return super().next(0) or True
         return super().next(timeout)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from ray.tune.callback import Callback, CallbackList
+from ray.tune.experiment import Trial
 from ray.tune.logger import CSVLoggerCallback, JsonLoggerCallback, TBXLoggerCallback
 
 from hfta_tune.tune._events import write_events_directly
@@ -14,58 +16,82 @@ from hfta_tune.tune._events import write_events_directly
 __all__ = ["DeferredLogs"]
 
 _LOGGERS = (CSVLoggerCallback, JsonLoggerCallback, TBXLoggerCallback)
-_EVENTS = ("log_trial_start", "log_trial_restore", "log_trial_save", "log_trial_end")
 
 
-class DeferredLogs:
-    """Results that are to be written to result.json, progress.csv and the event files.
+def _after_its_results(event: str) -> Callable[..., None]:
+    """A trial's event that finds the trial's results written."""
+
+    def call(self: DeferredLogs, *, trial: Trial, **info: Any) -> None:
+        self._write_of(trial)
+        getattr(CallbackList, event)(self, trial=trial, **info)
+
+    return call
+
+
+class DeferredLogs(CallbackList):
+    """A run's callbacks, of which Tune's own loggers write results to their files later.
 
     Writing a result takes milliseconds, and a worker waits for the decisions on all its lanes' results before
-    its next round. Nothing but files depends on these loggers, so their results wait until that round has
-    been sent. Their other events find all earlier results written.
+    its next round. So results wait until that round has been sent, at most one of each trial. Only loggers that
+    no other callback follows are put off, and whatever else happens to a trial finds its results written: so
+    every other callback sees the files as it would without this.
     """
 
-    def __init__(self) -> None:
-        self._waiting: deque[Callable[[], Any]] = deque()
-        self._known: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def take_over(self, callbacks: Iterable[Any]) -> None:
-        """Have those of a run's callbacks write later that are Tune's own loggers; the others stay as they are."""
+    def __init__(self, callbacks: list[Callback]) -> None:
+        super().__init__(callbacks)
+        self._deferred = list(takewhile(lambda callback: type(callback) in _LOGGERS, reversed(callbacks)))[::-1]
+        self._at_once = callbacks[: len(callbacks) - len(self._deferred)]
+        self._waiting: dict[Trial, Callable[[], None]] = {}
         for callback in callbacks:
-            if type(callback) in _LOGGERS and id(callback) not in self._known:
-                self._known.add(id(callback))
-                if type(callback) is TBXLoggerCallback:
-                    write_events_directly(callback)
-                self._defer_results(callback)
+            if type(callback) in _LOGGERS:
                 _keep_local_files(callback)
-                for event in _EVENTS:
-                    self._write_before(callback, event)
+            if type(callback) is TBXLoggerCallback:
+                write_events_directly(callback)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are results to write."""
+        return bool(self._waiting)
 
     def write(self, most: int | None = None) -> None:
         """Write what waits, at most so many results."""
-        for _ in range(len(self._waiting) if most is None else min(most, len(self._waiting))):
-            self._waiting.popleft()()
+        for trial in list(self._waiting)[:most]:
+            self._write_of(trial)
 
-    def _defer_results(self, callback: Any) -> None:
-        write = callback.log_trial_result
+    def _write_of(self, trial: Trial) -> None:
+        write = self._waiting.pop(trial, None)
+        if write is not None:
+            write()
 
-        def log_trial_result(iteration: int, trial: Any, result: dict[str, Any]) -> None:
+    def on_trial_result(self, *, trial: Trial, result: dict[str, Any], **info: Any) -> None:
+        self._write_of(trial)
+        for callback in self._at_once:
+            callback.on_trial_result(trial=trial, result=result, **info)
+        if self._deferred:
             kept = {key: dict(value) if isinstance(value, dict) else value for key, value in result.items()}
-            self._waiting.append(lambda: write(iteration, trial, kept))
 
-        callback.log_trial_result = log_trial_result
+            def write() -> None:
+                for callback in self._deferred:
+                    callback.on_trial_result(trial=trial, result=kept, **info)
 
-    def _write_before(self, callback: Any, event: str) -> None:
-        log = getattr(callback, event)
+            self._waiting[trial] = write
 
-        def after_results(*arguments: Any, **keywords: Any) -> None:
-            self.write()
-            log(*arguments, **keywords)
+    on_trial_start = _after_its_results("on_trial_start")
+    on_trial_restore = _after_its_results("on_trial_restore")
+    on_trial_save = _after_its_results("on_trial_save")
+    on_trial_complete = _after_its_results("on_trial_complete")
+    on_trial_recover = _after_its_results("on_trial_recover")
+    on_trial_error = _after_its_results("on_trial_error")
+    on_checkpoint = _after_its_results("on_checkpoint")
 
-        setattr(callback, event, after_results)
+    def on_experiment_end(self, **info: Any) -> None:
+        self.write()
+        super().on_experiment_end(**info)
+
+    def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
+        """Save the callbacks' state, which Tune does before it copies the files to the run's storage."""
+        self.write()
+        super().save_to_dir(checkpoint_dir, session_str)
 
 
 def _keep_local_files(callback: Any) -> None:
