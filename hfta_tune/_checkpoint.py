@@ -75,8 +75,21 @@ def live_state_of(lane: Lane, epoch: int, built: BuiltNumbers) -> dict[str, Any]
         "epoch": epoch,
         "optimizer_numbers": _plain(built),
     }
-    detached: dict[str, Any] = pytree.tree_map_only(Tensor, Tensor.detach, state)
+    detached: dict[str, Any] = _detached(state)
     return detached
+
+
+def _detached(value: Any) -> Any:
+    """What pytree.tree_map would do with Tensor.detach, several times as fast: a worker does this every round."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if type(value) is dict:
+        return {key: _detached(own) for key, own in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_detached, value))
+    if value is None or type(value) in (int, float, bool, str):
+        return value
+    return pytree.tree_map_only(Tensor, Tensor.detach, value)
 
 
 def _plain(by_name: Mapping[str, Any]) -> Any:

@@ -56,8 +56,9 @@ class Snapshot:
         """
         state = live_state_of(lane, epoch, built)
         buffers = {name: buffer.detach() for name, buffer in lane.buffers() if name not in state["model"]}
-        own = [(m, {k: v for k, v in vars(m).items() if isinstance(v, _PLAIN)}) for m in lane.model.modules()]
-        self._kept[trial] = _Kept(state, buffers, own if attributes else [])
+        counting = lane.model.modules() if attributes else ()
+        own = [(m, {k: v for k, v in vars(m).items() if isinstance(v, _PLAIN)}) for m in counting]
+        self._kept[trial] = _Kept(state, buffers, own)
 
     def copy(self) -> None:
         """Copy the storage of all tensors."""
@@ -108,4 +109,18 @@ class Snapshot:
 
 def _tensors(kept: Iterable[_Kept]) -> Iterable[Tensor]:
     for own in kept:
-        yield from (leaf for leaf in pytree.tree_leaves((own.state, own.buffers)) if isinstance(leaf, Tensor))
+        yield from _tensors_in(own.state)
+        yield from own.buffers.values()
+
+
+def _tensors_in(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif type(value) is dict:
+        for own in value.values():
+            yield from _tensors_in(own)
+    elif type(value) in (list, tuple):
+        for own in value:
+            yield from _tensors_in(own)
+    elif value is not None and type(value) not in (int, float, bool, str):
+        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
