@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -25,7 +26,8 @@ class Running:
     def hook(self, name: str, trials: Iterable[Any]) -> _Hook:
         """Say so while a hook runs; afterwards, what ran around it runs again.
 
-        A hook that calls sys.exit fails as one that raises does: the process is not its own.
+        A hook that calls sys.exit in a worker's thread fails as one that raises does: the process is not its own.
+        In the main thread that is left alone, since there a signal may be what ends the process.
         """
         return _Hook(self, name, trials)
 
@@ -43,5 +45,5 @@ class _Hook:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._running.now = self._before
-        if isinstance(error, SystemExit):
+        if isinstance(error, SystemExit) and threading.current_thread() is not threading.main_thread():
             raise RuntimeError(f"{self._now[0]} called sys.exit({error.code!r}); raise an error instead.") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -103,9 +104,16 @@ def test_hooks_within_hooks() -> None:
     assert running.now is None
 
 
-def test_a_hook_that_exits_fails() -> None:
+def test_a_hook_that_exits_fails_where_others_share_the_process() -> None:
     running = Running()
-    says = pytest.raises(RuntimeError, match=r"evaluate called sys.exit\(3\); raise an error instead")
-    with says, running.hook("evaluate", ["a"]):
-        raise SystemExit(3)
+
+    def exits() -> None:
+        with running.hook("evaluate", ["a"]):
+            raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        exits()
+    with ThreadPoolExecutor(1) as thread:
+        error = thread.submit(exits).exception()
+    assert str(error) == "evaluate called sys.exit(3); raise an error instead."
     assert running.now is None
