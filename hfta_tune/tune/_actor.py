@@ -33,15 +33,18 @@ Outcome: TypeAlias = dict[str, Any] | Exception
 _HOOKS = {"save": "save_checkpoint", "restore": "load_checkpoint", "reset": "reset_config"}
 
 
-def _make_optimizers_quickly() -> None:
+def _use_optimizers_quickly() -> None:
     """Spare the first optimizer of the process an import of torch._dynamo, 1.5 s, only to switch it off.
 
-    Optimizer.add_param_group is wrapped so that dynamo does not trace it; as long as nothing has imported dynamo,
-    nothing can.
+    Some methods of Optimizer are wrapped so that dynamo does not trace them; as long as nothing has imported
+    dynamo, nothing can.
     """
-    function = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
-    if function is not None and "torch._dynamo" not in sys.modules and not hasattr(function, "__dynamo_disable"):
-        setattr(function, "__dynamo_disable", function)
+    if "torch._dynamo" in sys.modules:
+        return
+    for method in vars(torch.optim.Optimizer).values():
+        function = getattr(method, "__wrapped__", None)
+        if function is not None and not hasattr(function, "__dynamo_disable"):
+            setattr(function, "__dynamo_disable", function)
 
 
 class WorkerActor:
@@ -76,7 +79,7 @@ class WorkerActor:
         from hfta_tune.tune._executor import memory_in_use, prepare_worker_process
 
         prepare_worker_process()
-        _make_optimizers_quickly()
+        _use_optimizers_quickly()
         torch.set_num_threads(max(1, int(cpus)))
         on_gpu = gpus > 0 and torch.cuda.is_available()
         self._worker = Worker(lanes, device="cuda" if on_gpu else "cpu", audit=audit)
