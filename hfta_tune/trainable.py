@@ -74,7 +74,7 @@ class FusedTrainable(Trainable):
     _lane_name: str = _ALONE
     _lane_round: dict[str, float] | Exception | None = None
 
-    def __init__(self, config: dict[str, Any] | None = None, storage: Any = None) -> None:
+    def __init__(self, config: dict[str, Any] | None = None, storage: Any = None, **of_older_rays: Any) -> None:
         if FusedTrainable._outside:
             # No log directory, no monitor: Tune's bookkeeping has no one to read it here.
             self.config = config or {}
@@ -82,7 +82,7 @@ class FusedTrainable(Trainable):
             self._iteration = 0
             self.setup(copy.deepcopy(self.config))
         else:
-            super().__init__(config, storage)
+            super().__init__(config, storage=storage, **of_older_rays)
 
     @classmethod
     def _outside_tune(cls, config: Mapping[str, Any]) -> FusedTrainable:

@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "nodes.py"
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the script prints. A cluster of several nodes cannot live in a process that has another one."""
+    """What the script writes. A cluster of several nodes cannot live in a process that has another one."""
     storage = str(tmp_path_factory.mktemp("nodes"))
     with tempfile.TemporaryDirectory(prefix="ray") as temporary:  # short: it holds sockets
         script = subprocess.run(
@@ -31,8 +31,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             env=environment(RAY_TMPDIR=temporary, RAY_USAGE_STATS_ENABLED="0", HFTA_TUNE_STRATEGY="lane by lane"),
         )
     assert script.returncode == 0, script.stderr
-    printed: dict[str, Any] = json.loads(script.stdout.splitlines()[-1])
-    return printed
+    written: dict[str, Any] = json.loads(Path(storage, "outcomes.json").read_text())
+    return written
 
 
 def numbers(results: list[dict[str, Any]]) -> list[tuple[Any, ...]]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from typing import Any
 
 import pytest
+import ray
 from ray.air.execution._internal import RayActorManager, TrackedActor
 from ray.air.execution._internal.event_manager import RayEventManager
 from ray.air.execution._internal.tracked_actor_task import TrackedActorTask
@@ -109,3 +112,18 @@ def test_parameters_of_with_parameters() -> None:
 def test_loggers_fetch_older_logs(logger: type) -> None:
     assert list(inspect.signature(LoggerCallback._restore_from_remote).parameters) == ["self", "file_name", "trial"]
     assert "self._restore_from_remote(" in inspect.getsource(logger)
+
+
+def test_a_ray_without_these_names_is_told_which_versions_work() -> None:
+    """In a process of its own, whose Ray has no RayActorManager."""
+    script = (
+        "import ray.tune, ray.air.execution._internal as internal\n"
+        "del internal.RayActorManager\n"
+        "try:\n"
+        "    from hfta_tune import HFTAPacker\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "RayActorManager" in done.stdout
+    assert f"Ray {ray.__version__} (" in done.stdout and "tested with Ray 2.47.1 to 2.60" in done.stdout

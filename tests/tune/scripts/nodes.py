@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import faulty
@@ -118,7 +119,7 @@ try:
         "lost": run(FIFOScheduler(), remover),
         "removed": remover.removed,
     }
-    print(json.dumps(outcomes))
+    Path(storage, "outcomes.json").write_text(json.dumps(outcomes))  # not printed: Ray prints too
 finally:
     ray.shutdown()
     cluster.shutdown()
