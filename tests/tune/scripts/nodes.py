@@ -6,7 +6,9 @@ Two runs of the same trials: one in which they move between nodes, and one in wh
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,18 @@ class Remover(faulty.Recorder):
                 if number_of(node.node_id) == result["node"]:
                     self.removed = result["node"]
                     cluster.remove_node(node, allow_graceful=False)
+                    wait_for_the_end_of(result["pid"])  # else it may train its trials to their end before it dies
+
+
+def wait_for_the_end_of(pid: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.01)
+    raise TimeoutError(f"process {pid} outlives its node")
 
 
 def number_of(node_id: str) -> int:
