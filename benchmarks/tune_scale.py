@@ -2,8 +2,8 @@
 
     python benchmarks/tune_scale.py --out NAME           # writes benchmarks/results/NAME.json too
 
-- Driver: 1,000 trials of a model of two parameters, B=64, no loggers. What the driver's thread computes from the
-  first result to the last, divided by the results; once with our packer and once with stock Tune (fewer trials).
+- Driver: trials of a model of two parameters, B=64, no loggers: what the driver's thread computes for one result
+  more, with our packer and in stock Tune.
 - Busy share: digits MLP, one worker, B=32, Tune's default loggers. The seconds of all finished rounds over the
   seconds from the beginning of the first to the end of the last one.
 - Scale: 1,000 trials of 10 epochs of the digits MLP on 2 CPUs without loggers, with the driver's memory, beside
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import os
 import platform
 import time
@@ -111,6 +112,7 @@ class Meter(tune.Callback):
 
 def run(trainable: type, space: dict[str, Any], trials: int, rounds: int, loggers: bool, **arguments: Any) -> Any:
     os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "0" if loggers else "1"
+    logging.getLogger("ray.tune.analysis").setLevel(logging.ERROR)  # it misses the loggers' files
     meter = Meter()
     begin = time.perf_counter()
     analysis = tune.run(
@@ -133,15 +135,26 @@ def run(trainable: type, space: dict[str, Any], trials: int, rounds: int, logger
 
 
 def driver(args: argparse.Namespace) -> dict[str, Any]:
+    """A result's own price is what 25 more rounds cost; with few rounds a trial, what a trial costs counts too."""
     space = {"lr": tune.loguniform(1e-3, 1e-1)}
-    packed, _ = run(Line, space, args.trials, 10, False, scheduler=HFTAPacker(B=64), resources_per_trial={"cpu": 1})
-    row = {"packed": packed.milliseconds_a_result()}
+    few, many = 5, 30
+    rows: dict[str, Any] = {}
+    contenders: dict[str, tuple[int, Any]] = {"packed": (128, lambda: {"scheduler": HFTAPacker(B=64)})}
     if not args.no_stock:
-        stock, _ = run(Line, space, args.stock_trials, 10, False, reuse_actors=True, resources_per_trial={"cpu": 1})
-        row["stock"] = stock.milliseconds_a_result()
-    for name, costs in row.items():
-        print(f"driver, {name}: " + ", ".join(f"{kind} {cost:.2f} ms" for kind, cost in costs.items()), flush=True)
-    return row
+        contenders["stock"] = (16, lambda: {"reuse_actors": True})
+    for name, (trials, arguments) in contenders.items():
+        seconds = []
+        for rounds in (few, many):
+            begin = time.thread_time()
+            run(Line, space, trials, rounds, False, resources_per_trial={"cpu": 1}, **arguments())
+            seconds.append(time.thread_time() - begin)
+        cost = 1e3 * (seconds[1] - seconds[0]) / (trials * (many - few))
+        rows[name] = {"milliseconds_a_result": cost, "milliseconds_a_trial": 1e3 * seconds[0] / trials - few * cost}
+        print(
+            f"driver, {name}: {cost:.2f} ms a result, {rows[name]['milliseconds_a_trial']:.1f} ms a trial besides",
+            flush=True,
+        )
+    return rows
 
 
 def busy(args: argparse.Namespace) -> dict[str, Any]:
