@@ -27,20 +27,11 @@ import torch
 from ray import tune
 from ray.tune.search import BasicVariantGenerator
 from torch import Tensor, nn
-from tune_vs_stock import EXAMPLES, RESULTS, digits, start_ray
+from tune_vs_stock import EXAMPLES, RESULTS, digits, search_space, start_ray
 
 from hfta_tune import FusedTrainable, HFTAPacker
 
-SPACE = {
-    "model": "mlp",
-    "width": 64,
-    "dropout": 0.0,
-    "lr": tune.loguniform(1e-4, 3e-2),
-    "lr_decay": tune.uniform(0.85, 1.0),
-    "beta1": tune.uniform(0.8, 0.95),
-    "beta2": tune.uniform(0.95, 0.999),
-    "weight_decay": tune.loguniform(1e-5, 1e-1),
-}
+SPACE = search_space("mlp")
 
 
 class Line(FusedTrainable):

@@ -80,9 +80,9 @@ RUNS: dict[str, tuple[str, type[tune.Trainable], bool]] = {
 }
 
 
-def search_space(args: argparse.Namespace) -> dict[str, Any]:
+def search_space(model: str) -> dict[str, Any]:
     return {
-        "model": args.model,
+        "model": model,
         "width": 64,
         "dropout": 0.0,
         "lr": tune.loguniform(1e-4, 3e-2),
@@ -100,7 +100,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     analysis = tune.run(
         trainable,
-        config=search_space(args),
+        config=search_space(args.model),
         num_samples=trials,
         search_alg=BasicVariantGenerator(random_state=args.seed),
         metric="accuracy",

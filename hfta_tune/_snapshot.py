@@ -42,6 +42,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
         self._copies: dict[int, torch.UntypedStorage] = {}
 
     def keep(self, trial: str, lane: Lane, epoch: int, built: BuiltNumbers, *, attributes: bool) -> None:
@@ -59,15 +60,17 @@ class Snapshot:
         counting = lane.model.modules() if attributes else ()
         own = [(m, {k: v for k, v in vars(m).items() if isinstance(v, _PLAIN)}) for m in counting]
         self._kept[trial] = _Kept(state, buffers, own)
+        for storage in map(Tensor.untyped_storage, (*_tensors_in(state), *buffers.values())):
+            self._storages.setdefault(storage.data_ptr(), storage)
 
     def copy(self) -> None:
         """Copy the storage of all tensors."""
-        self._copies = {address: storage.clone() for address, storage in self._storages().items()}
+        self._copies = {address: storage.clone() for address, storage in self._storages.items()}
 
     @property
     def nbytes(self) -> int:
         """How many bytes the copies take."""
-        return sum(storage.nbytes() for storage in self._storages().values())
+        return sum(storage.nbytes() for storage in self._storages.values())
 
     def state(self, trial: str) -> dict[str, Any]:
         """Return the trial's checkpoint as of then; its tensors are copies on the CPU."""
@@ -95,9 +98,6 @@ class Snapshot:
             vars(module).update(attributes)
         return put_state(lane, self._as_of(kept.state), built, in_place=in_place)
 
-    def _storages(self) -> dict[int, torch.UntypedStorage]:
-        return {s.data_ptr(): s for s in (t.untyped_storage() for t in _tensors(self._kept.values()))}
-
     def _as_of(self, tree: Any, then: Any = lambda tensor: tensor) -> Any:
         def placed(tensor: Tensor) -> Any:
             copy = self._copies[tensor.untyped_storage().data_ptr()]
@@ -105,12 +105,6 @@ class Snapshot:
             return then(empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride()))
 
         return pytree.tree_map_only(Tensor, placed, tree)
-
-
-def _tensors(kept: Iterable[_Kept]) -> Iterable[Tensor]:
-    for own in kept:
-        yield from _tensors_in(own.state)
-        yield from own.buffers.values()
 
 
 def _tensors_in(value: Any) -> Iterable[Tensor]:

@@ -378,16 +378,17 @@ class Worker:
 
     def rewind(self, trial_ids: Iterable[str]) -> None:
         """Put held trials back into the state that was kept, and release them."""
-        for name in trial_ids:
-            trial, snapshot = self._trial(name), self._held.pop(name)
-            self._failed.discard(name)
+        trials = [self._trial(name) for name in trial_ids]
+        for array in _arrays_of(trials):
+            array.drop_accumulated_gradients()
+        for trial in trials:
+            snapshot = self._held.pop(trial.name)
+            self._failed.discard(trial.name)
             trial.lane.error = None
-            if trial.array is not None:
-                trial.array.drop_accumulated_gradients()
-            in_place = snapshot.fits_in_place(name, trial.lane)
+            in_place = snapshot.fits_in_place(trial.name, trial.lane)
             if not in_place:
                 self._park(trial)
-            trial.epoch = snapshot.put_back(name, trial.lane, trial.built, in_place=in_place)
+            trial.epoch = snapshot.put_back(trial.name, trial.lane, trial.built, in_place=in_place)
 
     # Checkpoints
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from hfta_tune.fusion import COMPILED, LANE_BY_LANE, FusionWarning
 from hfta_tune.fusion.choice import StrategyChoice
@@ -17,6 +18,15 @@ from hfta_tune.fusion.compiled import BoundStep
 @pytest.fixture(autouse=True)
 def fused_where_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HFTA_TUNE_STRATEGY", "vmap")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small are slower on two threads than on one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -23,16 +23,10 @@ from torch.utils.data import DataLoader
 from hfta_tune import FusedTrainable, FusionError
 from hfta_tune.worker import Worker
 
-pytestmark = pytest.mark.filterwarnings("ignore::hfta_tune.fusion.FusionWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are slower on two threads than on one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::hfta_tune.fusion.FusionWarning"),
+]
 
 
 GOOD: dict[str, Config] = {"good": {"seed": 1, "lr": 0.1}, "fine": {"seed": 2, "lr": 0.03}}

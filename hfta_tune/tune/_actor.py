@@ -197,8 +197,7 @@ class WorkerActor:
             if self._ahead is not None:
                 self._ahead.seconds = seconds
         results = [
-            self._report(lane, *ready.get(lane, (None, 0.0))) if lane in ready or lane in self._errors else None
-            for lane in lanes
+            self._report(lane, ready.get(lane)) if lane in ready or lane in self._errors else None for lane in lanes
         ]
         if self._ahead is not None and self._may_run_ahead():
             reported = [lane for lane, result in zip(lanes, results, strict=True) if isinstance(result, dict)]
@@ -215,14 +214,16 @@ class WorkerActor:
         outcomes = self._worker.run_round(list(names), rounds_left=rounds_left, **more)
         return {names[name]: outcome for name, outcome in outcomes.items()}
 
-    def _report(self, lane: int, outcome: Outcome | None, seconds: float) -> dict[str, Any] | RayTaskError:
+    def _report(self, lane: int, trained: tuple[Outcome, float] | None) -> dict[str, Any] | RayTaskError:
+        """A lane's result; or an error, of this round if it was trained, else of an earlier one."""
         error = self._errors.get(lane)
-        if error is None and isinstance(outcome, dict):
-            trainable = self._trainables[lane]
-            trainable._lane_round = {TIME_THIS_ITER_S: seconds, **outcome}
-            return trainable.train()
         if error is None:
-            assert isinstance(outcome, Exception)
+            assert trained is not None
+            outcome, seconds = trained
+            if isinstance(outcome, dict):
+                trainable = self._trainables[lane]
+                trainable._lane_round = {TIME_THIS_ITER_S: seconds, **outcome}
+                return trainable.train()
             self._errors[lane] = error = outcome
         return RayTaskError("train", "".join(traceback.format_exception(error)), portable(error))
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from faulty import alone
 from ray import tune
 from torch import nn
 from torch.nn import functional as F
-from trainables import Points, points
+from trainables import Points
 
 from hfta_tune import HFTAPacker
 
@@ -42,28 +43,10 @@ def run(trainable: Any, storage: str, **arguments: Any) -> tune.ExperimentAnalys
     )
 
 
-def alone(config: dict[str, Any], rounds: int) -> float:
-    """The training loss of the last round, in plain PyTorch."""
-    hooks = Points._outside_tune(config)
-    torch.manual_seed(config["seed"])
-    model = hooks.build_model(config)
-    optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"])
-    x, y = points()
-    for _ in range(rounds):
-        losses = []
-        for own, target in zip(x.split(32), y.split(32), strict=True):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(own), target)
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-    return sum(losses) / len(losses)
-
-
 def assert_all_as_alone(analysis: tune.ExperimentAnalysis) -> None:
     for trial in analysis.trials:
         assert trial.status == "TERMINATED"
-        expected = alone(trial.config, rounds=3)
+        expected = alone(trial.config, rounds=3)[-1]
         assert trial.last_result["train_loss"] == pytest.approx(expected, rel=1e-4)
 
 
