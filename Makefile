@@ -10,7 +10,8 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/digits_tune.py --compare
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --ignore tests/tune
+	$(BIN)/python -m pytest tests/tune
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -111,7 +111,9 @@ def of(
     **options: Any,
 ) -> Row:
     """The row of a class of torch.nn and its arguments."""
-    written = [repr(argument) for argument in arguments] + [f"{name}={value!r}" for name, value in options.items()]
+    written = [repr(argument) for argument in arguments] + [
+        f"{name}={getattr(value, '__name__', repr(value))}" for name, value in options.items()
+    ]
     name = f"{kind.__name__}({', '.join(written)}){note and ' '}{note}"
     inputs = on if isinstance(on, tuple) else (on,)
     return Row(name, functools.partial(kind, *arguments, **options), inputs, kind=kind, call=call)
