@@ -181,6 +181,9 @@ class FusedArray:
         if not self._choice.measuring(self.strategy):
             figures = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in self.seconds_a_step.items())
             logger.info("%d lanes train by the strategy %r; a step: %s.", len(self.lanes), self.strategy, figures)
+            gain = self._choice.gain_of_compiling
+            if gain is not None:
+                self._compiled.note_gain(gain)
         return losses
 
     def compile_if_it_pays(self, steps_left: float) -> float | None:
@@ -192,12 +195,14 @@ class FusedArray:
         Returns:
             The seconds that it took, or None if nothing was compiled.
         """
-        if not self._compiled.can_compile or not self._choice.compiling_pays(len(self.lanes), steps_left):
+        if not self._compiled.can_compile or not self._choice.could_compile(len(self.lanes)):
+            return None
+        if not self._choice.compiling_pays(steps_left, self._compiled.expected()):
             return None
         begin = self._now()
         there = self._compiled.compile()
         seconds = self._now() - begin
-        self._choice.compiled(seconds, there=there)
+        self._choice.compiled(there=there)
         return seconds
 
     def _now(self) -> float:

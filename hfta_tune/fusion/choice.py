@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import dataclass, field
+
+from hfta_tune.fusion.compile_notes import Expected
 
 __all__ = ["COMPILED", "LANE_BY_LANE", "VMAP", "StrategyChoice"]
 
@@ -13,9 +14,6 @@ COMPILED = "compiled"
 LANE_BY_LANE = "lane by lane"
 
 _SAMPLES = {VMAP: 3, LANE_BY_LANE: 2, COMPILED: 3}
-# Seen on two CPU cores: 10 to 45 s for a first compilation, 2 to 5 s from inductor's cache.
-_ASSUMED_COMPILE_SECONDS = 30.0
-_ASSUMED_GAIN = 0.5
 # Where nobody knows how long a run will be, compiling may cost this part of what it has taken so far.
 _UNKNOWN_RUN_SHARE = 0.05
 
@@ -29,7 +27,7 @@ class StrategyChoice:
 
     Attributes:
         candidates: The strategies that can train this array, best guess first.
-        may_compile: Whether compiling may be tried.
+        may_compile: Whether compiling may still be tried.
         seconds: {strategy: median seconds a step}, as far as measured.
     """
 
@@ -39,7 +37,6 @@ class StrategyChoice:
     _samples: dict[str, list[float]] = field(default_factory=dict)
     _lanes: int = 0
     _steps: int = 0
-    _compile_seconds: float = _ASSUMED_COMPILE_SECONDS
 
     def count_step(self) -> None:
         """Note that a step was trained, in whatever strategy."""
@@ -77,24 +74,29 @@ class StrategyChoice:
         if not self.candidates:
             self.candidates.append(LANE_BY_LANE)
 
-    def compiling_pays(self, lanes: int, steps_left: float) -> bool:
-        """Whether compiling is worth its time, if it halves the duration of a step.
+    def could_compile(self, lanes: int) -> bool:
+        """Whether compiling may be tried now: the other strategies are measured, and it was not tried before."""
+        settled = all(candidate in self.seconds for candidate in self.candidates)
+        return lanes > 1 and settled and self.may_compile and VMAP in self.candidates
+
+    def compiling_pays(self, steps_left: float, expected: Expected) -> bool:
+        """Whether compiling is worth its time.
 
         `steps_left` is 0 where it is unknown; then a long run may compile, on the grounds that it goes on.
         """
         best = min(self.seconds.values(), default=0.0)
-        settled = all(candidate in self.seconds for candidate in self.candidates)
-        return (
-            lanes > 1
-            and settled
-            and self.may_compile
-            and COMPILED not in self.candidates
-            and VMAP in self.candidates
-            and max(steps_left * _ASSUMED_GAIN, self._steps * _UNKNOWN_RUN_SHARE) * best > self._compile_seconds
-        )
+        return max(steps_left * expected.gain, self._steps * _UNKNOWN_RUN_SHARE) * best > expected.seconds
 
-    def compiled(self, seconds: float, *, there: bool) -> None:
-        """Compiling took `seconds`; if the compiled step is there, it is measured next."""
-        self._compile_seconds = seconds if there else math.inf
+    def compiled(self, *, there: bool) -> None:
+        """Compiling was tried; if the compiled step is there, it is measured next."""
+        self.may_compile = False
         if there:
             self.candidates.append(COMPILED)
+
+    @property
+    def gain_of_compiling(self) -> float | None:
+        """The part of the time of the best other strategy that the compiled step saves, once it is measured."""
+        others = [seconds for name, seconds in self.seconds.items() if name != COMPILED]
+        if COMPILED not in self.seconds or not others:
+            return None
+        return 1 - self.seconds[COMPILED] / min(others)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections import Counter
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from hfta_tune.fusion.batch import constants_of_batch, form_of_batch
+from hfta_tune.fusion.compile_notes import CompileNotes, Expected
 from hfta_tune.fusion.compiled import BoundStep, CompiledStep
 from hfta_tune.fusion.failure import first_line
 from hfta_tune.fusion.gradients import clipped_by_optimizer, gradients_by_optimizer
@@ -47,6 +50,8 @@ class CompiledSteps:
         self._bound: dict[Any, BoundStep | None] = {}
         self._bound_to: Updates | None = None
         self._moves = -1
+        self._notes = CompileNotes()
+        self._expected: dict[Any, Expected] = {}
 
     @property
     def surroundings(self) -> Hashable:
@@ -99,6 +104,22 @@ class CompiledSteps:
         """Whether there is a step to compile: the one for the most frequent form of batch."""
         return self._usual is not None
 
+    def expected(self) -> Expected:
+        """What compiling the step for the most frequent form of batch is expected to cost and to gain."""
+        assert self._usual is not None
+        _, batch, with_gradient = self._usual
+        form = self._form(batch, self._prepared(with_gradient))
+        lanes = len(self._stacking.lanes)
+        if (form, lanes) not in self._expected:
+            self._expected[form, lanes] = self._notes.expected(self._noted_form(), lanes)
+        expected = self._expected[form, lanes]
+        return replace(expected, seconds=0.0) if form in self._cache else expected
+
+    def note_gain(self, gain: float) -> None:
+        """Note the part of a step's time that compiling has saved."""
+        if self._usual is not None:
+            self._notes.measured(self._noted_form(), len(self._stacking.lanes), gain)
+
     def compile(self) -> bool:
         """Compile the step for the most frequent form of batch; return whether it is there."""
         assert self._usual is not None
@@ -106,9 +127,11 @@ class CompiledSteps:
         updates = self._prepared(with_gradient)
         form = self._form(batch, updates)
         if form not in self._cache:
+            begin = time.perf_counter()
             try:
                 whole = functools.partial(self._whole_step, step, updates)
                 self._cache[form] = CompiledStep(whole, self._tensors(batch, updates))
+                self._notes.compiled(self._noted_form(), time.perf_counter() - begin)
             except Exception as error:  # whatever torch cannot compile goes on as it was
                 logger.info("The training step goes on uncompiled: %s", first_line(error), exc_info=error)
                 self._cache[form] = None
@@ -137,6 +160,17 @@ class CompiledSteps:
             tuple(stack.carried),
             self._surroundings,
         )
+
+    def _noted_form(self) -> Any:
+        """About what tells the step from others, as other processes can tell it, too."""
+        assert self._usual is not None
+        _, batch, with_gradient = self._usual
+        stack, _, template = self._stacking.whole()
+        tensors = {**stack.parameters, **stack.buffers}
+        shapes = [(name, tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in tensors.items()]
+        device = next(iter(tensors.values())).device.type
+        updates = form_of_updates(self._prepared(with_gradient))
+        return repr(template.model), shapes, device, form_of_batch(batch), updates, list(stack.values), self._options
 
     def _tensors(self, batch: Any, updates: Updates) -> dict[str, Any]:
         stack, _, _ = self._stacking.whole()

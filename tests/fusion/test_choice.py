@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import pytest
 
 from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, VMAP, StrategyChoice
+from hfta_tune.fusion.compile_notes import UNKNOWN, Expected
 
 
 def settle(choice: StrategyChoice, lanes: int, seconds: dict[str, float]) -> list[str]:
@@ -59,11 +60,16 @@ def test_what_cannot_train_the_array_is_dropped() -> None:
 
 def test_compiling_must_pay() -> None:
     choice = StrategyChoice()
-    assert not choice.compiling_pays(8, math.inf)  # nothing is measured yet
+    assert not choice.could_compile(8)  # nothing is measured yet
     settle(choice, 8, {VMAP: 0.1, LANE_BY_LANE: 0.2})
-    assert not choice.compiling_pays(8, 100)
-    assert choice.compiling_pays(8, 10_000)
-    assert not StrategyChoice(may_compile=False).compiling_pays(8, math.inf)
+    assert choice.could_compile(8) and not choice.could_compile(1)
+    assert not choice.compiling_pays(100, Expected(seconds=30.0, gain=0.5))
+    assert choice.compiling_pays(10_000, Expected(seconds=30.0, gain=0.5))
+    assert choice.compiling_pays(100, Expected(seconds=3.0, gain=0.5))
+    assert not choice.compiling_pays(10_000, Expected(seconds=3.0, gain=0.0))
+    never = StrategyChoice(may_compile=False)
+    settle(never, 8, {VMAP: 0.1, LANE_BY_LANE: 0.2})
+    assert not never.could_compile(8)
 
 
 def test_a_long_run_of_unknown_length_compiles() -> None:
@@ -71,25 +77,27 @@ def test_a_long_run_of_unknown_length_compiles() -> None:
     settle(choice, 8, {VMAP: 0.1, LANE_BY_LANE: 0.2})
     for _ in range(5_000):  # 500 s, of which 5% are less than compiling is thought to take
         choice.count_step()
-    assert not choice.compiling_pays(8, steps_left=0)
+    assert not choice.compiling_pays(0, UNKNOWN)
     for _ in range(1_500):
         choice.count_step()
-    assert choice.compiling_pays(8, steps_left=0)
+    assert choice.compiling_pays(0, UNKNOWN)
 
 
 def test_a_compiled_step_is_measured_like_the_others() -> None:
     for seconds, expected in ((0.03, COMPILED), (0.3, VMAP)):
         choice = StrategyChoice()
         settle(choice, 8, {VMAP: 0.1, LANE_BY_LANE: 0.2})
-        choice.compiled(5.0, there=True)
+        choice.compiled(there=True)
+        assert choice.gain_of_compiling is None
         assert choice.strategy(8) == COMPILED
         settle(choice, 8, {COMPILED: seconds})
         assert choice.strategy(8) == expected
-        assert not choice.compiling_pays(8, math.inf)
+        assert choice.gain_of_compiling == pytest.approx(1 - seconds / 0.1)
+        assert not choice.could_compile(8)
 
 
 def test_what_did_not_compile_is_not_tried_again() -> None:
     choice = StrategyChoice()
     settle(choice, 8, {VMAP: 0.1, LANE_BY_LANE: 0.2})
-    choice.compiled(5.0, there=False)
-    assert choice.strategy(8) == VMAP and not choice.compiling_pays(8, 1e9)
+    choice.compiled(there=False)
+    assert choice.strategy(8) == VMAP and not choice.could_compile(8)
