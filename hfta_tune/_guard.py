@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,22 +89,29 @@ def _stand_in(
     trainables: Sequence[Any], read: Callable[[str, list[Any]], Any], write: Callable[[str, Any], None]
 ) -> Any:
     """An instance of a subclass of the trainables' class, so that super() and isinstance work on it."""
-    kind = type(trainables[0])
+    stand_in: Any = object.__new__(_class_of_stand_ins(type(trainables[0])))  # __init__ was run, for each trainable
+    object.__setattr__(stand_in, "__spoken_for__", (trainables, read, write))
+    return stand_in
 
+
+@functools.lru_cache(maxsize=64)
+def _class_of_stand_ins(kind: Any) -> type:
     def __getattribute__(self: Any, name: str) -> Any:
         if name.startswith("__"):
             return object.__getattribute__(self, name)
+        trainables, read, _ = object.__getattribute__(self, "__spoken_for__")
         values = [vars(trainable).get(name, _MISSING) for trainable in trainables]
         if all(value is _MISSING for value in values):
-            return super(stand_in, self).__getattribute__(name)  # type: ignore[arg-type]
+            return super(made, self).__getattribute__(name)  # type: ignore[arg-type]
         return read(name, values)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
+        _, _, write = object.__getattribute__(self, "__spoken_for__")
         write(name, value)
 
     methods = {"__getattribute__": __getattribute__, "__setattr__": __setattr__}
-    stand_in: type = type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
-    return object.__new__(stand_in)  # its __init__ has been run, for each of the trainables
+    made: type = type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
+    return made
 
 
 def same_value(one: Any, other: Any) -> bool:

@@ -31,8 +31,8 @@ def gradients_by_optimizer(
         names = trains[optimizer]
         inputs = [leaves[name] for name in names]
         if inputs:
-            total = (loss / accumulate).sum()
-            found = torch.autograd.grad(total, inputs, allow_unused=True, retain_graph=number < len(losses))
+            of_loss = torch.full_like(loss, 1 / accumulate)
+            found = torch.autograd.grad(loss, inputs, of_loss, allow_unused=True, retain_graph=number < len(losses))
             gradients.update({name: g for name, g in zip(names, found, strict=True) if g is not None})
     return gradients
 

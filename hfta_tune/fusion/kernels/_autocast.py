@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-__all__ = ["autocast_dtype", "cast_arguments", "cast_result"]
+__all__ = ["any_autocast", "autocast_dtype", "cast_arguments", "cast_result"]
 
 
 def _functions(places: Iterable[Any], names: Iterable[str]) -> frozenset[Any]:
@@ -58,6 +58,11 @@ _IN_FLOAT32_ON_CPU |= _functions(
 # On CPUs these compute in float32 of themselves, and their result has the input's dtype.
 _AS_THEIR_INPUT_ON_CPU = _functions(_TORCH, ("group_norm", "instance_norm", "layer_norm"))
 _ON_CPU = _IN_FLOAT32_ON_CPU | _AS_THEIR_INPUT_ON_CPU
+
+
+def any_autocast() -> bool:
+    """Whether autocast is on now, for any device."""
+    return torch._C._is_any_autocast_enabled()
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -17,11 +16,10 @@ def _cross_entropy_rule(
     lanes: int, in_dims: tuple[int | None, ...], input: Tensor, target: Tensor, ignore_index: int
 ) -> tuple[Tensor, int]:
     logits = input.movedim(in_dims[0], 0)  # type: ignore[arg-type]
+    counted = (target != ignore_index).sum(-1 if in_dims[1] is None else 1 - in_dims[1])
     target = lanes_at(target, in_dims[1], lanes, 0)
-    counted = target != ignore_index
-    log_probability = logits.log_softmax(-1).gather(-1, torch.where(counted, target, 0).unsqueeze(-1)).squeeze(-1)
-    total = torch.where(counted, log_probability, 0).sum(-1)
-    return -total / counted.sum(-1), 0
+    losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=ignore_index, reduction="none")
+    return losses.unflatten(0, target.shape).sum(-1) / counted, 0
 
 
 def _plain(input: Tensor, target: Tensor, ignore_index: int) -> Tensor:

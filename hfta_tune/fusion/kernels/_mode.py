@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hfta_tune.fusion.kernels._autocast import cast_arguments, cast_result
+from hfta_tune.fusion.kernels._autocast import any_autocast, cast_arguments, cast_result
 from hfta_tune.fusion.kernels._linear import linear
 from hfta_tune.fusion.kernels._loss import cross_entropy
 from hfta_tune.fusion.kernels._norm import batch_norm
@@ -51,8 +51,10 @@ class LaneKernels(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = args
-        args, kwargs = cast_arguments(func, args, kwargs or {})
+        given, kwargs = args, kwargs or {}
+        casts = any_autocast()
+        if casts:
+            args, kwargs = cast_arguments(func, args, kwargs)
         kernel = _KERNELS.get(func)
         if kernel is not None:
             result = kernel(*args, **kwargs)
@@ -62,4 +64,5 @@ class LaneKernels(TorchFunctionMode):
         if inlined is not None:
             with self:
                 return inlined(*args, **kwargs)
-        return cast_result(func, given, func(*args, **kwargs))
+        result = func(*args, **kwargs)
+        return cast_result(func, given, result) if casts else result
