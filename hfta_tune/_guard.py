@@ -89,7 +89,8 @@ def _stand_in(
     trainables: Sequence[Any], read: Callable[[str, list[Any]], Any], write: Callable[[str, Any], None]
 ) -> Any:
     """An instance of a subclass of the trainables' class, so that super() and isinstance work on it."""
-    stand_in: Any = object.__new__(_class_of_stand_ins(type(trainables[0])))  # __init__ was run, for each trainable
+    kind: Any = type(trainables[0])
+    stand_in: Any = object.__new__(_class_of_stand_ins(kind))  # __init__ was run, for each trainable
     object.__setattr__(stand_in, "__spoken_for__", (trainables, read, write))
     return stand_in
 
