@@ -147,6 +147,7 @@ class Worker:
         self._compiled: dict[Any, StepCache] = {}
         self._trials: dict[str, _Trial] = {}
         self._arrays: dict[FusedArray, Any] = {}
+        self._arrays_made = 0
         self._steps: dict[type, Steps] = {}
         self._owners: dict[Lane, tuple[Any, Mapping[Any, Any]]] = {}
         self._loaders = DataCache(self._warn_once)
@@ -184,6 +185,17 @@ class Worker:
         trial = self._trial(trial_id)
         self._key(trial)
         return trial.key_hash
+
+    def place_of(self, trial_id: str) -> dict[str, Any] | None:
+        """Return {"array": its number in this worker, "signature": text} of a trial that has a lane, else None.
+
+        "array" is None before the trial's first round. Trials of this worker with equal "signature" may share an array.
+        """
+        trial = self._trials.get(trial_id)
+        if trial is None:
+            return None
+        array = None if trial.array is None else trial.array.number
+        return {"array": array, "signature": f"{self.signature_of(trial_id) % 2**64:016x}"}
 
     def describe(self) -> dict[str, Any]:
         """Return what the worker does: its arrays with their trials and strategies, and which hook runs now.
@@ -516,8 +528,10 @@ class Worker:
     def _new_array(self, key: Any, trial: _Trial) -> FusedArray:
         kind = type(trial.trainable).__name__
         obstacle = self._obstacle(trial)
+        self._arrays_made += 1
         array = FusedArray(
             self.device,
+            number=self._arrays_made - 1,
             options=trial.options,
             strategies=self._strategies if obstacle is None else (LANE_BY_LANE,),
             pools=obstacle is None,

@@ -47,6 +47,7 @@ class FusedArray:
 
     Args:
         device: Where the lanes' tensors are.
+        number: Which array of its owner it is.
         options: How the lanes are trained.
         strategies: The candidates, of "vmap", "lane by lane" and "compiled".
         pools: Whether lanes whose passes run one by one may have their optimizers step at once.
@@ -58,12 +59,14 @@ class FusedArray:
         self,
         device: torch.device,
         *,
+        number: int = 0,
         options: Options = _DEFAULTS,
         strategies: Sequence[str] = (VMAP, LANE_BY_LANE, COMPILED),
         pools: bool = True,
         compiled: StepCache | None = None,
         audit: Callable[[str], None] | None = None,
     ) -> None:
+        self.number = number
         self.options = options
         self._device = device
         self._stacking = Stacking(device)

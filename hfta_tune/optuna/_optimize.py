@@ -1,5 +1,8 @@
 """`optimize`: the trials of an Optuna study, trained B at a time as the lanes of one worker."""
 
+import os
+import socket
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -8,6 +11,7 @@ import torch
 
 from hfta_tune.optuna._arguments import check_arguments, exception_classes, plain_config
 from hfta_tune.optuna._metric import choose_metrics, values_of
+from hfta_tune.optuna._samplers import advice_for_batches
 from hfta_tune.optuna._session import Callback, RunningTrial, StudySession
 from hfta_tune.trainable import FusedTrainable
 from hfta_tune.worker import Worker
@@ -28,6 +32,7 @@ def optimize(
     device: str | torch.device | None = None,
     catch: Iterable[type[Exception]] | type[Exception] = (),
     callbacks: Iterable[Callback] | None = None,
+    gc_after_trial: bool = False,
     show_progress_bar: bool = False,
     audit: bool = False,
 ) -> None:
@@ -38,8 +43,11 @@ def optimize(
     the next one takes its lane before the next epoch begins; the other lanes go on.
 
     After an epoch the trials are reported, and their pruning decided, in the order in which they
-    started. Samplers see B trials running at once, as with n_jobs=B, so `TPESampler(constant_liar=True)`
-    spreads them better than the default.
+    started. Samplers see B trials running at once, as with n_jobs=B; of one that is worse for it, a warning
+    says so and names the remedy.
+
+    Where a trial trained is its system attribute "hfta_tune": {"worker": host and process, "lane": 0 to B - 1,
+    "array": the number of its array in this run, "signature": equal for trials of the run that may share an array}.
 
     Args:
         study: The study. Enqueued trials are taken first.
@@ -56,6 +64,7 @@ def optimize(
         catch: Exceptions that only fail the trial that raised them. After any other, the running trials
             finish and it is raised.
         callbacks: Called with the study and the finished trial after each trial. `study.stop()` works there.
+        gc_after_trial: Whether to collect garbage after each trial.
         show_progress_bar: Whether to show Optuna's progress bar.
         audit: Whether to compare the first fused step of every array with the same step of each trial in plain
             PyTorch. Where they differ, a warning says where, and those trials train one by one.
@@ -103,8 +112,12 @@ def optimize(
         timeout=timeout,
         catch=exception_classes(catch),
         callbacks=() if callbacks is None else tuple(callbacks),
+        gc_after_trial=gc_after_trial,
         show_progress_bar=show_progress_bar,
     )
+    advice = advice_for_batches(study.sampler, int(B), n_trials)
+    if advice is not None:
+        warnings.warn(advice, UserWarning, stacklevel=2)
     with session:
         worker = Worker(B, device=device, audit=audit)
         _Loop(session, worker, trainable, space, epochs, metric, reports=len(study.directions) == 1).run()
@@ -145,6 +158,9 @@ class _Loop:
         self._reports = reports
         self._names: tuple[str, ...] = ()
         self._instances: dict[str, FusedTrainable] = {}
+        self._lanes: dict[str, int] = {}
+        self._places: dict[str, dict[str, Any]] = {}
+        self._name = f"{socket.gethostname()}:{os.getpid()}"
 
     def run(self) -> None:
         self._refill()
@@ -165,6 +181,7 @@ class _Loop:
                 instance = self._trainable._outside_tune(config)
                 self._worker.add(str(running.trial.number), instance, config)
                 self._instances[str(running.trial.number)] = instance
+                self._lanes[str(running.trial.number)] = self._free_lane()
             except Exception as error:
                 self._session.finish(running, error)
 
@@ -176,17 +193,37 @@ class _Loop:
                 self._names = choose_metrics(self._metric, metrics)
         for trial_id, running in list(self._session.running.items()):
             result = results[trial_id]
+            self._note_place(trial_id, running)
             if isinstance(result, Exception):
                 # The worker has freed the lane already.
-                self._instances.pop(trial_id).cleanup()
+                self._forget(trial_id)
                 self._session.finish(running, result)
                 continue
             outcome = self._outcome(running, result)
             if outcome is not None:
                 # First the lane: a callback may raise.
                 self._worker.remove(trial_id)
-                self._instances.pop(trial_id).cleanup()
+                self._forget(trial_id)
                 self._session.finish(running, outcome)
+
+    def _free_lane(self) -> int:
+        taken = set(self._lanes.values())
+        return next(lane for lane in range(len(taken) + 1) if lane not in taken)
+
+    def _note_place(self, trial_id: str, running: RunningTrial) -> None:
+        """Write where a trial trains into its system attributes, when that has changed."""
+        place = self._worker.place_of(trial_id)
+        if place is None:  # it failed, and has none any more
+            return
+        place = {"worker": self._name, "lane": self._lanes[trial_id], **place}
+        if self._places.get(trial_id) != place:
+            self._places[trial_id] = place
+            self._session.note(running, place)
+
+    def _forget(self, trial_id: str) -> None:
+        self._lanes.pop(trial_id, None)
+        self._places.pop(trial_id, None)
+        self._instances.pop(trial_id).cleanup()
 
     def _rounds_left(self) -> float | None:
         """About how many rounds are to come, if nothing is pruned and the number of trials is known."""

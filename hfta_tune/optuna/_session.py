@@ -1,11 +1,12 @@
 """Our share of a study while `optimize` runs: the trials that run, how they end, and what the user sees.
 
-This is the only file that uses private names of Optuna (tried with 4.0 and 5.0). Some of what a study
-needs in order to behave as under `study.optimize` has no public name: the flags that make `study.stop()`
-work and forbid nesting, the progress bar and the heartbeat.
+This file and `_samplers.py` are the only ones that use private names of Optuna (tried with 4.0 and 5.0).
+Some of what a study needs in order to behave as under `study.optimize` has no public name: the flags that
+make `study.stop()` work and forbid nesting, the progress bar, the heartbeat and system attributes.
 """
 
 import copy
+import gc
 import logging
 import math
 import time
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
@@ -21,6 +23,9 @@ from optuna.storages._heartbeat import BaseHeartbeatThread, get_heartbeat_thread
 from optuna.trial import FrozenTrial, TrialState
 
 Callback = Callable[[optuna.Study, FrozenTrial], None]
+
+PLACE = "hfta_tune"
+"""The system attribute that says where a trial trained."""
 
 # Below Optuna's root logger, so that optuna.logging.set_verbosity governs these lines as well.
 _logger = optuna.logging.get_logger("optuna.hfta_tune")
@@ -48,6 +53,7 @@ class StudySession:
         timeout: Seconds after which no trial is asked for. None is no limit.
         catch: Exceptions that fail their trial but do not end the study.
         callbacks: Called with the study and the finished trial.
+        gc_after_trial: Whether to collect garbage after each trial.
         show_progress_bar: Whether to draw Optuna's progress bar.
     """
 
@@ -59,6 +65,7 @@ class StudySession:
         timeout: float | None,
         catch: tuple[type[Exception], ...],
         callbacks: Sequence[Callback],
+        gc_after_trial: bool,
         show_progress_bar: bool,
     ) -> None:
         self.running: dict[str, RunningTrial] = {}
@@ -68,6 +75,7 @@ class StudySession:
         self._timeout = timeout
         self._catch = catch
         self._callbacks = callbacks
+        self._gc_after_trial = gc_after_trial
         self._show_progress_bar = show_progress_bar
         self._n_asked = 0
 
@@ -130,6 +138,10 @@ class StudySession:
         self.running[str(trial.number)] = running
         running.heartbeat.start()
         return running
+
+    def note(self, running: RunningTrial, place: dict[str, Any]) -> None:
+        """Write where a trial trains into its system attributes."""
+        self._study._storage.set_trial_system_attr(running.trial._trial_id, PLACE, place)
 
     def finish(self, running: RunningTrial, outcome: Sequence[float] | Exception) -> None:
         """Ends a trial: tells the study, logs it, then calls the callbacks and moves the progress bar.
@@ -213,6 +225,8 @@ class StudySession:
             frozen = self._study._storage.get_trial(trial._trial_id)
             for callback in self._callbacks:
                 callback(self._study, copy.deepcopy(frozen))
+        if self._gc_after_trial:
+            gc.collect()
         elapsed = self._elapsed()
         if self._n_trials is None and self._timeout is not None:
             # Several lanes may finish after the timeout, and the bar would run backwards.

@@ -1,0 +1,50 @@
+"""What to know of a sampler that is asked for many trials at once."""
+
+from typing import Any
+
+import optuna
+from optuna.samplers import CmaEsSampler, GridSampler, PartialFixedSampler, TPESampler
+
+
+def advice_for_batches(sampler: optuna.samplers.BaseSampler, B: int, n_trials: int | None) -> str | None:
+    """What a sampler does worse with B trials running than with one, and the remedy; None if there is nothing.
+
+    Sources: the docstrings of the classes in Optuna 5.0 (`constant_liar` of TPESampler, the notes of
+    CmaEsSampler and GridSampler). The other samplers of Optuna see the running trials, or need none: random, QMC,
+    brute force, GPSampler (from the version on that takes running trials into account) and the genetic ones, which
+    only breed from generations that have ended.
+
+    Args:
+        sampler: The study's sampler.
+        B: How many trials run at once.
+        n_trials: How many trials the run asks for; None without a limit.
+    """
+    if B == 1:
+        return None
+    while isinstance(sampler, PartialFixedSampler):
+        sampler = _attribute(sampler, "_base_sampler")
+    if isinstance(sampler, TPESampler) and _attribute(sampler, "_constant_liar") is False:
+        return (
+            f"TPESampler without constant_liar does not see the trials that run, so {B} at once are suggested close "
+            "to each other. Use TPESampler(constant_liar=True)."
+        )
+    if isinstance(sampler, CmaEsSampler):
+        size = _attribute(sampler, "_popsize")
+        if size is None or size < B:
+            return (
+                f"CmaEsSampler learns from popsize trials a generation (popsize={size}) and not from those that are "
+                f"asked for beyond it, so {B} at once waste some. Use CmaEsSampler(popsize={B}), or a multiple of it."
+            )
+    if isinstance(sampler, GridSampler):
+        points = _attribute(sampler, "_n_min_trials")
+        if points is not None and (n_trials is None or n_trials > points):
+            return (
+                f"GridSampler repeats points that still run when all {points} of the grid have been suggested. "
+                f"Pass n_trials={points}, less the trials that the study has."
+            )
+    return None
+
+
+def _attribute(sampler: optuna.samplers.BaseSampler, name: str) -> Any:
+    # Private, so it may be gone; then there is no advice.
+    return getattr(sampler, name, None)
