@@ -2,3 +2,7 @@
 
 The folder stands at the top of the repository and is installed as `hfta_tune.searchers`.
 """
+
+from hfta_tune.searchers._structure_first import StructureFirst
+
+__all__ = ["StructureFirst"]
