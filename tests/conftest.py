@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hfta_tune.fusion import COMPILED, LANE_BY_LANE, FusionWarning
+from hfta_tune.fusion import COMPILED, LANE_BY_LANE, FusionWarning, compile_notes
 from hfta_tune.fusion.choice import StrategyChoice
 from hfta_tune.fusion.compiled import BoundStep
 
@@ -30,8 +31,12 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def always_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile once everything is measured, and prefer the compiled step; vmap comes next."""
+def always_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Compile once everything is measured, and prefer the compiled step; vmap comes next.
+
+    Whatever earlier runs on this machine noted of compiling.
+    """
+    monkeypatch.setattr(compile_notes, "_default_folder", lambda: tmp_path / "compile_notes")
     if not any(map(shutil.which, ("g++", "c++", "clang++"))):
         pytest.skip("inductor needs a C++ compiler")
     monkeypatch.setenv("HFTA_TUNE_STRATEGY", "auto")

@@ -161,7 +161,7 @@ def test_pruner_that_looks_at_other_trials(
         assert number in rounds[round_index]
         assert not any(number in lanes for lanes in rounds[:round_index])
     batches_without_refill = N_TRIALS // B * digits.epochs
-    assert len(rounds) <= batches_without_refill
+    assert len(rounds) < batches_without_refill
 
     # Every trial trained in consecutive rounds, one epoch in each.
     for trial in actual.trials:
@@ -193,8 +193,7 @@ def test_pruner_that_looks_at_other_trials(
     check_same(actual, replay)
     assert ended == replay_ended
     n_pruned = sum(t.state == TrialState.PRUNED for t in actual.trials)
-    assert n_pruned >= 1
-    assert n_pruned < 10 or len(rounds) < batches_without_refill
+    assert n_pruned >= 10
     assert sum(t.state == TrialState.COMPLETE for t in actual.trials) == N_TRIALS - n_pruned
 
 

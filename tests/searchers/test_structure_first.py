@@ -201,7 +201,7 @@ def test_auto_finds_a_float_that_makes_signatures() -> None:
         ({"structural": "width"}, ValueError, "'width'"),
         ({"structural": [1]}, ValueError, r"\[1\]"),
     ],
-    ids=str,
+    ids=["no sampler", "grid", "brute force", "no lanes", "True lanes", "one name", "no name"],
 )
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
