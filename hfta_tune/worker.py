@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,7 @@ class Worker:
         self._compiled: dict[Any, StepCache] = {}
         self._trials: dict[str, _Trial] = {}
         self._arrays: dict[FusedArray, Any] = {}
-        self._arrays_made = 0
+        self._array_numbers = itertools.count()
         self._steps: dict[type, Steps] = {}
         self._owners: dict[Lane, tuple[Any, Mapping[Any, Any]]] = {}
         self._loaders = DataCache(self._warn_once)
@@ -528,10 +528,9 @@ class Worker:
     def _new_array(self, key: Any, trial: _Trial) -> FusedArray:
         kind = type(trial.trainable).__name__
         obstacle = self._obstacle(trial)
-        self._arrays_made += 1
         array = FusedArray(
             self.device,
-            number=self._arrays_made - 1,
+            number=next(self._array_numbers),
             options=trial.options,
             strategies=self._strategies if obstacle is None else (LANE_BY_LANE,),
             pools=obstacle is None,
@@ -577,7 +576,9 @@ class Worker:
                 self.running.now = "train_dataloader", [trial.lane for trial in trials]
                 # Only where it matters whether a batch is the last: looking ahead, a loader draws its random
                 # numbers before the step that it would draw them after.
-                for number, (batch, last) in enumerate(_with_last(given) if accumulate else zip(given, repeat(False))):
+                for number, (batch, last) in enumerate(
+                    _with_last(given) if accumulate else zip(given, itertools.repeat(False))
+                ):
                     self._train_on(batch, number, last, steps, alive, failed, means)
                     between()
                 self._compile_what_pays(_arrays_of(alive), steps, rounds_left * (number + 1))

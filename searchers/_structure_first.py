@@ -79,9 +79,7 @@ class StructureFirst(BaseSampler):
 
     def structural(self, study: optuna.Study) -> frozenset[str]:
         """The names of the parameters that trials of a group share, as far as is known now."""
-        if self._named is not None:
-            return self._named
-        return self._learned.structural(study.get_trials(deepcopy=False))
+        return self._structural_in(study.get_trials(deepcopy=False))
 
     def reseed_rng(self) -> None:
         self._sampler.reseed_rng()
@@ -93,7 +91,7 @@ class StructureFirst(BaseSampler):
         trials = study.get_trials(deepcopy=False)
         lead, members = self._open_group(trials, trial)
         if lead is not None:
-            names = self.structural(study) - self._probed(members)
+            names = self._structural_in(trials) - self._probed(members)
             self._fixed[trial.number] = {name: value for name, value in lead.params.items() if name in names}
         number = trial.number if lead is None else lead.number
         study._storage.set_trial_system_attr(trial._trial_id, _GROUP, number)
@@ -124,12 +122,15 @@ class StructureFirst(BaseSampler):
         self._fixed.pop(trial.number, None)
         self._sampler.after_trial(study, trial, state, values)
 
+    def _structural_in(self, trials: Sequence[FrozenTrial]) -> frozenset[str]:
+        return self._learned.structural(trials) if self._named is None else self._named
+
     def _open_group(self, trials: Sequence[FrozenTrial], trial: FrozenTrial) -> tuple[FrozenTrial | None, int]:
         """The first trial of the newest group, if that has room for one more; and how many trials the group has."""
-        grouped = [own for own in trials if _GROUP in own.system_attrs and own.number != trial.number]
-        if not grouped:
+        others = (own for own in trials if own.number != trial.number)
+        groups = Counter(own.system_attrs[_GROUP] for own in others if _GROUP in own.system_attrs)
+        if not groups:
             return None, 0
-        groups = Counter(own.system_attrs[_GROUP] for own in grouped)
         newest = max(groups)
         lead = trials[newest]
         # Of a trial that has suggested nothing yet there is nothing to share; another process may be about to.

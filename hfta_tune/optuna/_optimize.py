@@ -158,8 +158,6 @@ class _Loop:
         self._reports = reports
         self._names: tuple[str, ...] = ()
         self._instances: dict[str, FusedTrainable] = {}
-        self._lanes: dict[str, int] = {}
-        self._places: dict[str, dict[str, Any]] = {}
         self._name = f"{socket.gethostname()}:{os.getpid()}"
 
     def run(self) -> None:
@@ -181,7 +179,6 @@ class _Loop:
                 instance = self._trainable._outside_tune(config)
                 self._worker.add(str(running.trial.number), instance, config)
                 self._instances[str(running.trial.number)] = instance
-                self._lanes[str(running.trial.number)] = self._free_lane()
             except Exception as error:
                 self._session.finish(running, error)
 
@@ -193,37 +190,20 @@ class _Loop:
                 self._names = choose_metrics(self._metric, metrics)
         for trial_id, running in list(self._session.running.items()):
             result = results[trial_id]
-            self._note_place(trial_id, running)
+            place = self._worker.place_of(trial_id)
+            if place is not None:  # else it failed, and has none any more
+                self._session.note(running, {"worker": self._name, "lane": running.lane, **place})
             if isinstance(result, Exception):
                 # The worker has freed the lane already.
-                self._forget(trial_id)
+                self._instances.pop(trial_id).cleanup()
                 self._session.finish(running, result)
                 continue
             outcome = self._outcome(running, result)
             if outcome is not None:
                 # First the lane: a callback may raise.
                 self._worker.remove(trial_id)
-                self._forget(trial_id)
+                self._instances.pop(trial_id).cleanup()
                 self._session.finish(running, outcome)
-
-    def _free_lane(self) -> int:
-        taken = set(self._lanes.values())
-        return next(lane for lane in range(len(taken) + 1) if lane not in taken)
-
-    def _note_place(self, trial_id: str, running: RunningTrial) -> None:
-        """Write where a trial trains into its system attributes, when that has changed."""
-        place = self._worker.place_of(trial_id)
-        if place is None:  # it failed, and has none any more
-            return
-        place = {"worker": self._name, "lane": self._lanes[trial_id], **place}
-        if self._places.get(trial_id) != place:
-            self._places[trial_id] = place
-            self._session.note(running, place)
-
-    def _forget(self, trial_id: str) -> None:
-        self._lanes.pop(trial_id, None)
-        self._places.pop(trial_id, None)
-        self._instances.pop(trial_id).cleanup()
 
     def _rounds_left(self) -> float | None:
         """About how many rounds are to come, if nothing is pruned and the number of trials is known."""

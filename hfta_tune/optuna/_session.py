@@ -7,6 +7,7 @@ make `study.stop()` work and forbid nesting, the progress bar, the heartbeat and
 
 import copy
 import gc
+import itertools
 import logging
 import math
 import time
@@ -37,6 +38,8 @@ class RunningTrial:
 
     trial: optuna.Trial
     heartbeat: BaseHeartbeatThread
+    lane: int
+    place: dict[str, Any] | None = None
     epochs_done: int = 0
 
 
@@ -134,14 +137,18 @@ class StudySession:
                 warnings.simplefilter("ignore", ExperimentalWarning)
                 optuna.storages.fail_stale_trials(self._study)
         trial = self._study.ask()
-        running = RunningTrial(trial, get_heartbeat_thread(trial._trial_id, storage))
+        taken = {other.lane for other in self.running.values()}
+        lane = next(lane for lane in itertools.count() if lane not in taken)
+        running = RunningTrial(trial, get_heartbeat_thread(trial._trial_id, storage), lane)
         self.running[str(trial.number)] = running
         running.heartbeat.start()
         return running
 
     def note(self, running: RunningTrial, place: dict[str, Any]) -> None:
-        """Write where a trial trains into its system attributes."""
-        self._study._storage.set_trial_system_attr(running.trial._trial_id, PLACE, place)
+        """Write where a trial trains into its system attributes, if that has changed."""
+        if place != running.place:
+            running.place = place
+            self._study._storage.set_trial_system_attr(running.trial._trial_id, PLACE, place)
 
     def finish(self, running: RunningTrial, outcome: Sequence[float] | Exception) -> None:
         """Ends a trial: tells the study, logs it, then calls the callbacks and moves the progress bar.
