@@ -11,7 +11,7 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --ignore tests/tune
-	$(BIN)/python -m pytest tests/tune
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/tune
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any, TypeAlias
 
-__all__ = ["Kinds"]
+__all__ = ["Kinds", "flatten_config"]
 
 Trial: TypeAlias = Hashable
 Config: TypeAlias = dict[str, Hashable]
@@ -37,7 +37,7 @@ class Kinds:
             trainable: What it trains; trials of two trainables are never of one kind.
             config: Its hyperparameters. Nested dicts are flattened; values need not be hashable.
         """
-        self._trials[trial] = trainable, _flat(config)
+        self._trials[trial] = trainable, flatten_config(config)
         self._kinds.pop(trial, None)
 
     def remove(self, trial: Trial) -> None:
@@ -80,12 +80,12 @@ class Kinds:
         return set(self._free.get(trainable, ()))
 
 
-def _flat(config: Mapping[Any, Any], prefix: str = "") -> Config:
+def flatten_config(config: Mapping[Any, Any], prefix: str = "") -> Config:
     """Flatten nested dicts as Tune does: {"optimizer": {"lr": 1}} is {"optimizer/lr": 1}."""
     flat: Config = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            flat.update(_flat(value, f"{prefix}{key}/"))
+            flat.update(flatten_config(value, f"{prefix}{key}/"))
         else:
             flat[f"{prefix}{key}"] = _hashable(value)
     return flat

@@ -12,11 +12,11 @@ from optuna.samplers import BaseSampler, BruteForceSampler, CmaEsSampler, GridSa
 from optuna.trial import FrozenTrial, TrialState
 
 from hfta_tune._kinds import Kinds
+from hfta_tune.optuna._session import PLACE
 
 __all__ = ["StructureFirst"]
 
 _GROUP = "hfta_tune:group"
-_PLACE = "hfta_tune"
 
 
 class StructureFirst(BaseSampler):
@@ -71,7 +71,7 @@ class StructureFirst(BaseSampler):
             isinstance(structural, str) or not all(isinstance(name, str) for name in structural)
         ):
             raise ValueError(f'structural must be a sequence of names of parameters or "auto" but got {structural!r}.')
-        self._sampler = sampler
+        self._base_sampler = sampler
         self._named = None if structural == "auto" else frozenset(structural)
         self._lanes = lanes
         self._fixed: dict[int, dict[str, Any]] = {}
@@ -82,10 +82,10 @@ class StructureFirst(BaseSampler):
         return self._structural_in(study.get_trials(deepcopy=False))
 
     def reseed_rng(self) -> None:
-        self._sampler.reseed_rng()
+        self._base_sampler.reseed_rng()
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        self._sampler.before_trial(study, trial)
+        self._base_sampler.before_trial(study, trial)
         if "fixed_params" in trial.system_attrs:  # it was enqueued
             return
         trials = study.get_trials(deepcopy=False)
@@ -97,16 +97,16 @@ class StructureFirst(BaseSampler):
         study._storage.set_trial_system_attr(trial._trial_id, _GROUP, number)
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        space = self._sampler.infer_relative_search_space(study, trial)
+        space = self._base_sampler.infer_relative_search_space(study, trial)
         fixed = set(self._fixed.get(trial.number, ()))
-        if isinstance(self._sampler, CmaEsSampler):  # which must have the same space in all trials
+        if isinstance(self._base_sampler, CmaEsSampler):  # which must have the same space in all trials
             fixed |= self.structural(study)
         return {name: distribution for name, distribution in space.items() if name not in fixed}
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        return self._sampler.sample_relative(study, trial, search_space)
+        return self._base_sampler.sample_relative(study, trial, search_space)
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -114,13 +114,13 @@ class StructureFirst(BaseSampler):
         fixed = self._fixed.get(trial.number, {})
         if param_name in fixed and _contains(param_distribution, fixed[param_name]):
             return fixed[param_name]
-        return self._sampler.sample_independent(study, trial, param_name, param_distribution)
+        return self._base_sampler.sample_independent(study, trial, param_name, param_distribution)
 
     def after_trial(
         self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
     ) -> None:
         self._fixed.pop(trial.number, None)
-        self._sampler.after_trial(study, trial, state, values)
+        self._base_sampler.after_trial(study, trial, state, values)
 
     def _structural_in(self, trials: Sequence[FrozenTrial]) -> frozenset[str]:
         return self._learned.structural(trials) if self._named is None else self._named
@@ -160,7 +160,7 @@ class _Learned:
         self._floats_matter = False
 
     def structural(self, trials: Sequence[FrozenTrial]) -> frozenset[str]:
-        new = [trial for trial in trials if trial.number not in self._signatures and _PLACE in trial.system_attrs]
+        new = [trial for trial in trials if trial.number not in self._signatures and PLACE in trial.system_attrs]
         for trial in new:
             self._learn_what_is_free(trial)
         for trial in new:
@@ -177,7 +177,7 @@ class _Learned:
         return found
 
     def _learn_what_is_free(self, trial: FrozenTrial) -> None:
-        place = trial.system_attrs[_PLACE]
+        place = trial.system_attrs[PLACE]
         signature = str(place["worker"]), str(place["signature"])
         self._signatures[trial.number], self._params[trial.number] = signature, trial.params
         self._kinds.add(trial.number, None, trial.params)

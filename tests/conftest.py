@@ -1,7 +1,11 @@
-"""Tests compare fused training with plain PyTorch, so an array must not choose plain PyTorch for its speed."""
+"""Tests compare fused training with plain PyTorch, so an array must not choose plain PyTorch for its speed.
+
+Those that tune share one local Ray cluster a process.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -75,3 +79,22 @@ def said() -> Iterator[Callable[[], list[str]]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield lambda: [str(warning.message) for warning in caught if issubclass(warning.category, FusionWarning)]
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A private Ray session of the tests: no dashboard, no usage reports, quiet."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    import trainables
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(trainables)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def storage(tmp_path: Path, cluster: None) -> str:
+    return str(tmp_path / "results")

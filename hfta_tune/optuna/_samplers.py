@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import optuna
-from optuna.samplers import CmaEsSampler, GridSampler, PartialFixedSampler, TPESampler
+from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, GridSampler, TPESampler
 
 
-def advice_for_batches(sampler: optuna.samplers.BaseSampler, B: int, n_trials: int | None) -> str | None:
+def advice_for_batches(sampler: BaseSampler, B: int, n_trials: int | None) -> str | None:
     """What a sampler does worse with B trials running than with one, and the remedy; None if there is nothing.
 
     Sources: the docstrings of the classes in Optuna 5.0 (`constant_liar` of TPESampler, the notes of
@@ -21,8 +20,7 @@ def advice_for_batches(sampler: optuna.samplers.BaseSampler, B: int, n_trials: i
     """
     if B == 1:
         return None
-    while isinstance(sampler, PartialFixedSampler):
-        sampler = _attribute(sampler, "_base_sampler")
+    sampler = _innermost(sampler)
     if isinstance(sampler, TPESampler) and _attribute(sampler, "_constant_liar") is False:
         return (
             f"TPESampler without constant_liar does not see the trials that run, so {B} at once are suggested close "
@@ -45,6 +43,22 @@ def advice_for_batches(sampler: optuna.samplers.BaseSampler, B: int, n_trials: i
     return None
 
 
-def _attribute(sampler: optuna.samplers.BaseSampler, name: str) -> Any:
+def startup_trials(sampler: BaseSampler) -> int:
+    """How many trials a sampler must have seen end before it learns; until then it suggests at random.
+
+    That is n_startup_trials of TPESampler and GPSampler. CmaEsSampler has one, too, but learns a generation at a time.
+    """
+    sampler = _innermost(sampler)
+    return _attribute(sampler, "_n_startup_trials") or 0 if isinstance(sampler, (TPESampler, GPSampler)) else 0
+
+
+def _innermost(sampler: BaseSampler) -> BaseSampler:
+    """The sampler in PartialFixedSampler or StructureFirst."""
+    while (inner := _attribute(sampler, "_base_sampler")) is not None:
+        sampler = inner
+    return sampler
+
+
+def _attribute(sampler: BaseSampler, name: str) -> Any:
     # Private, so it may be gone; then there is no advice.
     return getattr(sampler, name, None)

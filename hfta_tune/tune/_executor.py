@@ -72,6 +72,7 @@ def pack_trials_of(
             audit=audit,
             watch=Watch(round_timeout_s),
             trial_of=functools.partial(_trial_of, controller),
+            on_trial_place=functools.partial(tell_searchers, controller, "on_trial_place"),
             more_trials_expected=functools.partial(_more_trials_expected, controller),
             pausing=functools.partial(_pausing, controller),
             stopping=functools.partial(_stopping, controller),
@@ -85,6 +86,20 @@ def pack_trials_of(
 def _trial_of(controller: Any, tracked: TrackedActor) -> str | None:
     trial = controller._actor_to_trial.get(tracked)
     return None if trial is None else trial.trial_id
+
+
+def tell_searchers(controller: Any, hook: str, trial_id: str, *arguments: Any) -> None:
+    """Call a hook that Tune does not have on the run's searcher, or on the first one inside it that has the hook.
+
+    There are `on_trial_place(trial_id, {"worker": number, "signature": text})`, after a trial's first round in a place,
+    and `on_trial_early_stop(trial_id)`, before `on_trial_complete` of a trial that the scheduler stops.
+    """
+    searcher = getattr(controller._search_alg, "searcher", None)
+    while searcher is not None:
+        if hasattr(searcher, hook):
+            getattr(searcher, hook)(trial_id, *arguments)
+            return  # it forwards to the searcher inside it
+        searcher = getattr(searcher, "searcher", None)
 
 
 def _more_trials_expected(controller: Any) -> bool:
@@ -214,6 +229,7 @@ class _Lane:
     number: int
     trainable: type
     worker: _Worker | None = None
+    place: dict[str, Any] | None = None
 
 
 class _LaneMethod:
@@ -272,6 +288,7 @@ class LaneActorManager(RayActorManager):
         self._audit = False
         self._watch = Watch()
         self._trial_of: Callable[[TrackedActor], str | None] = lambda tracked: None
+        self._on_trial_place: Callable[[str, dict[str, Any]], None] = lambda trial_id, place: None
         self._more_trials_expected: Callable[[], bool] = lambda: False
         self._pausing: Callable[[], bool] = lambda: False
         self._stopping: Callable[[], bool] = lambda: False
@@ -297,6 +314,7 @@ class LaneActorManager(RayActorManager):
         audit: bool,
         watch: Watch,
         trial_of: Callable[[TrackedActor], str | None],
+        on_trial_place: Callable[[str, dict[str, Any]], None],
         more_trials_expected: Callable[[], bool],
         pausing: Callable[[], bool],
         stopping: Callable[[], bool],
@@ -311,6 +329,7 @@ class LaneActorManager(RayActorManager):
         self._audit = audit
         self._watch = watch
         self._trial_of = trial_of
+        self._on_trial_place = on_trial_place
         self._more_trials_expected = more_trials_expected
         self._pausing = pausing
         self._stopping = stopping
@@ -526,6 +545,7 @@ class LaneActorManager(RayActorManager):
         for tracked, signature in zip(lanes, report.signatures, strict=True):
             if tracked in tasks and signature is not None:  # else its lane may have another config by now
                 self._kinds.learn(tracked, (worker.number, signature))
+                self._note_place(tracked, {"worker": worker.number, "signature": f"{signature % 2**64:016x}"})
         if report.fitting_lanes is not None:
             self._packer.limit(worker.number, report.fitting_lanes)
         if self._doubling is not None and self._doubling.record(
@@ -539,6 +559,12 @@ class LaneActorManager(RayActorManager):
             self._packer.resize(self._doubling.lanes)
             if self._doubling.stopped:
                 logger.warning('HFTAPacker(B="auto") stays at %s.', self._doubling)
+
+    def _note_place(self, tracked: TrackedActor, place: dict[str, Any]) -> None:
+        lane, trial_id = self._lanes[tracked], self._trial_of(tracked)
+        if trial_id is not None and place != lane.place:
+            lane.place = place
+            self._on_trial_place(trial_id, place)
 
     # Lanes
 

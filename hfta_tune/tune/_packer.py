@@ -11,7 +11,7 @@ from ray.tune.schedulers import FIFOScheduler, ResourceChangingScheduler, TrialS
 from hfta_tune._checks import check_hooks
 from hfta_tune._doubling import LaneDoubling
 from hfta_tune.trainable import FusedTrainable
-from hfta_tune.tune._executor import LaneActorManager, pack_trials_of
+from hfta_tune.tune._executor import LaneActorManager, pack_trials_of, tell_searchers
 from hfta_tune.tune._watch import checked_limit
 
 __all__ = ["HFTAPacker"]
@@ -126,7 +126,10 @@ class HFTAPacker(TrialScheduler):
         self._base_scheduler.on_trial_error(tune_controller, trial)
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
-        return self._base_scheduler.on_trial_result(tune_controller, trial, result)
+        decision = self._base_scheduler.on_trial_result(tune_controller, trial, result)
+        if decision == TrialScheduler.STOP and not self._is_at_its_end(result):
+            tell_searchers(tune_controller._tune_controller, "on_trial_early_stop", trial.trial_id)
+        return decision
 
     def on_trial_complete(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> None:
         self._base_scheduler.on_trial_complete(tune_controller, trial, result)
@@ -145,6 +148,12 @@ class HFTAPacker(TrialScheduler):
         if isinstance(self._lanes, LaneDoubling):
             lines.append(f'B="auto": {self._lanes}')
         return "\n".join(lines)
+
+    def _is_at_its_end(self, result: dict[str, Any]) -> bool:
+        """Whether the wrapped scheduler lets no trial go on after this result, as ASHA and HyperBand with max_t."""
+        scheduler = self._base_scheduler
+        limit = getattr(scheduler, "_max_t", None) or getattr(scheduler, "_max_t_attr", None)
+        return limit is not None and bool(result.get(getattr(scheduler, "_time_attr", ""), 0) >= limit)
 
     def save(self, checkpoint_path: str) -> None:
         self._base_scheduler.save(checkpoint_path)

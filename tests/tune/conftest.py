@@ -1,39 +1,18 @@
-"""One local Ray cluster for the session, and the trainables that the tests tune."""
+"""Runs of the trainables that the tests tune."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-
-# A private Ray session of the tests: no dashboard, no usage reports, quiet.
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
-import ray
-from ray import cloudpickle, tune
+from ray import tune
 
 from hfta_tune import HFTAPacker
 
 RunClimb: TypeAlias = Callable[..., tune.ExperimentAnalysis]
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
-    import trainables
-
-    cloudpickle.register_pickle_by_value(trainables)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture
-def storage(tmp_path: Path, cluster: None) -> str:
-    return str(tmp_path / "results")
 
 
 @pytest.fixture
