@@ -6,13 +6,14 @@
   more, with our packer and in stock Tune.
 - Busy share: digits MLP, one worker, B=32, Tune's default loggers. The seconds of all finished rounds over the
   seconds from the beginning of the first to the end of the last one.
-- Scale: 1,000 trials of 10 epochs of the digits MLP on 2 CPUs without loggers, with the driver's memory, beside
-  stock Tune with reuse_actors=True on fewer trials, scaled.
+- Scale: 1,000 trials of 10 epochs of the digits MLP on 2 CPUs without loggers, with the driver's memory and what of
+  it Tune's own records of the trials are, beside stock Tune with reuse_actors=True on fewer trials, scaled.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import logging
@@ -122,7 +123,15 @@ def run(trainable: type, space: dict[str, Any], trials: int, rounds: int, logger
     done = [trial.last_result["training_iteration"] for trial in analysis.trials]
     if done != [rounds] * trials:
         raise RuntimeError(f"Not all of {trials} trials trained {rounds} rounds.")
-    return meter, seconds
+    return meter, seconds, analysis.trials
+
+
+def kilobytes_of_records(trials: list[Any]) -> float:
+    """What Tune's own records of finished trials hold in memory, a trial: what copies of them add."""
+    gc.collect()
+    before = resident()
+    copies = copy.deepcopy(trials)
+    return (resident() - before) / len(copies) / 1024
 
 
 def driver(args: argparse.Namespace) -> dict[str, Any]:
@@ -151,7 +160,7 @@ def driver(args: argparse.Namespace) -> dict[str, Any]:
 def busy(args: argparse.Namespace) -> dict[str, Any]:
     rows = {}
     for loggers in (True, False):
-        meter, seconds = run(
+        meter, seconds, _ = run(
             digits.Digits,
             SPACE,
             128,
@@ -167,23 +176,25 @@ def busy(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def scale(args: argparse.Namespace) -> dict[str, Any]:
-    meter, seconds = run(
+    meter, seconds, trials = run(
         digits.Digits, SPACE, args.trials, 10, False, scheduler=HFTAPacker(B=32), resources_per_trial={"cpu": 1}
     )
     row: dict[str, Any] = {
         "trials": args.trials,
         "seconds": seconds,
         "driver_kilobytes_a_trial": meter.kilobytes_a_trial(),
+        "kilobytes_of_tune_s_record_of_a_trial": kilobytes_of_records(trials),
         "busy_share": meter.busy_share(),
         "driver_milliseconds_a_result": meter.milliseconds_a_result(),
     }
     print(
         f"{args.trials} trials of 10 epochs: {seconds:.1f} s, busy {row['busy_share']:.0%}, the driver grows by "
-        f"{row['driver_kilobytes_a_trial']:.1f} KB a trial",
+        f"{row['driver_kilobytes_a_trial']:.1f} KB a trial; Tune's own record of a trial holds "
+        f"{row['kilobytes_of_tune_s_record_of_a_trial']:.1f} KB",
         flush=True,
     )
     if not args.no_stock:
-        _, own = run(
+        _, own, _ = run(
             digits.Digits, SPACE, args.stock_trials, 10, False, reuse_actors=True, resources_per_trial={"cpu": 1}
         )
         row["stock_trials"], row["stock_seconds"] = args.stock_trials, own

@@ -55,10 +55,15 @@ class CompileNotes:
         self._write(form, min(seconds, _FROM_CACHE) if known is None else seconds, gains)
 
     def measured(self, form: Any, lanes: int, gain: float) -> None:
-        """Note the part of a step's time that compiling has saved; the step was compiled before."""
+        """Note the part of a step's time that compiling has saved; the step was compiled before.
+
+        It counts as much as all that was expected until now, so that one bad measurement does not rule out compiling.
+        """
         seconds, gains = self._read(form)
         if seconds is not None:
-            self._write(form, seconds, {**gains, lanes.bit_length(): max(gain, 0.0)})
+            size = lanes.bit_length()
+            expected = (gains.get(size, UNKNOWN.gain) + max(gain, 0.0)) / 2
+            self._write(form, seconds, {**gains, size: expected})
 
     def _read(self, form: Any) -> tuple[float | None, dict[int, float]]:
         try:

@@ -31,7 +31,18 @@ def test_the_gain_is_that_of_the_nearest_number_of_lanes(tmp_path: Path) -> None
     notes.compiled("form", 3.0)
     notes.measured("form", 4, -0.2)
     notes.measured("form", 32, 0.7)
-    assert [notes.expected("form", lanes).gain for lanes in (2, 4, 30, 128)] == [0.0, 0.0, 0.7, 0.7]
+    gains = [notes.expected("form", lanes).gain for lanes in (2, 4, 30, 128)]
+    assert gains[0] == gains[1] < UNKNOWN.gain < gains[2] == gains[3]
+
+
+def test_one_bad_measurement_does_not_rule_out_compiling(tmp_path: Path) -> None:
+    notes = CompileNotes(tmp_path)
+    notes.compiled("form", 3.0)
+    gains = []
+    for gain in (0.0, 0.8, 0.8, 0.0, 0.0, 0.0, 0.0):
+        notes.measured("form", 8, gain)
+        gains.append(notes.expected("form", 8).gain)
+    assert gains[0] > 0.2 and gains[2] > 0.6 and gains[-1] < 0.05
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"seconds": "many", "gains": {}}', '{"seconds": 3, "gains": [1]}'])
