@@ -7,9 +7,10 @@ import functools
 import itertools
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ from hfta_tune.fusion import (
     model_signature,
     obstacle_of_optimizers,
 )
+from hfta_tune.rounds import ArrayRound, Round
 
 __all__ = ["CHECKPOINT_FILE", "RoundAbandoned", "Worker"]
 
@@ -95,16 +97,19 @@ class _Trial:
     keys_known: int = -1
 
 
-@dataclass(eq=False, slots=True)
-class _Group:
-    """The arrays that share a data set; a round goes over it once for all of them."""
+@dataclass(slots=True)
+class _Tally:
+    """What an array has done in this round so far."""
 
-    trials: list[_Trial]
-    results: dict[str, dict[str, float]] = field(default_factory=dict)
+    steps: int = 0
+    samples: int = 0
+    compile_seconds: float = 0.0
 
 
 class Worker:
     """Hosts up to `lanes` trials on one device and trains trials of equal signature as fused arrays.
+
+    What it did in its last round is `last_round`.
 
     Args:
         lanes: B, the number of trials that live here at once.
@@ -155,6 +160,8 @@ class Worker:
         self._held: dict[str, Snapshot] = {}
         self._failed: set[str] = set()
         self._withdrawn: set[_Trial] | None = None
+        self._tallies: dict[FusedArray, _Tally] = {}
+        self.last_round: Round | None = None
 
     @property
     def free_lanes(self) -> int:
@@ -334,6 +341,8 @@ class Worker:
         outcomes: dict[str, dict[str, float] | Exception] = {}
         withdrawn: set[_Trial] = set()
         self._withdrawn = withdrawn
+        self._tallies.clear()
+        begin = time.time()
         try:
             with self.running.hook("round", [trial.lane for trial in taking_part]):
                 for trials in groups.values():
@@ -342,6 +351,7 @@ class Worker:
                         outcomes.update(self._run_group(present, rounds_left or 0, between_steps))
         finally:
             self._withdrawn = None
+        self.last_round = Round(begin, time.time(), tuple(map(self._tallied, _arrays_of(taking_part))))
         taking_part = [trial for trial in taking_part if trial not in withdrawn]
         for trial in taking_part:
             if isinstance(outcomes[trial.name], Exception):
@@ -609,6 +619,7 @@ class Worker:
                 seconds = array.compile_if_it_pays(steps_left)
             if seconds is not None:
                 logger.info("Compiled the training step of %d lanes in %.1f s.", len(array.lanes), seconds)
+                self._tallies.setdefault(array, _Tally()).compile_seconds += seconds
 
     def _train_on(
         self,
@@ -623,6 +634,8 @@ class Worker:
         size = _batch_size(batch)
         train = functools.partial(FusedArray.train_step, batch_number=number, last=last)
         for array, losses in self._on_each_array(batch, steps, alive, train, failed, training=True):
+            tally = self._tallies.setdefault(array, _Tally())
+            tally.steps, tally.samples = tally.steps + 1, tally.samples + size
             if list(losses) != [ONLY]:
                 for name, own in losses.items():
                     means.add(f"train_loss_{name}", array.lanes, own, size)
@@ -792,6 +805,12 @@ class Worker:
             if devices:
                 torch.cuda.manual_seed(seed % 2**63)
             yield
+
+    def _tallied(self, array: FusedArray) -> ArrayRound:
+        names = {trial.lane: trial.name for trial in self._trials.values()}
+        trials = tuple(names[lane] for lane in array.lanes)
+        tally = self._tallies.get(array) or _Tally()
+        return ArrayRound(array.number, trials, array.strategy, tally.steps, tally.samples, tally.compile_seconds)
 
     # Messages
 

@@ -9,10 +9,12 @@ from typing import Any
 import optuna
 import torch
 
+from hfta_tune.monitor import observers_of_study
 from hfta_tune.optuna._arguments import check_arguments, exception_classes, plain_config
 from hfta_tune.optuna._metric import choose_metrics, values_of
 from hfta_tune.optuna._samplers import advice_for_batches
 from hfta_tune.optuna._session import Callback, RunningTrial, StudySession
+from hfta_tune.rounds import Observers
 from hfta_tune.trainable import FusedTrainable
 from hfta_tune.worker import Worker
 
@@ -114,12 +116,14 @@ def optimize(
         callbacks=() if callbacks is None else tuple(callbacks),
         gc_after_trial=gc_after_trial,
         show_progress_bar=show_progress_bar,
+        observer=Observers(observers_of_study(study)),
     )
     advice = advice_for_batches(study.sampler, int(B), n_trials)
     if advice is not None:
         warnings.warn(advice, UserWarning, stacklevel=2)
     with session:
         worker = Worker(B, device=device, audit=audit)
+        session.observer.worker_opened(0, worker.lanes)
         _Loop(session, worker, trainable, space, epochs, metric, reports=len(study.directions) == 1).run()
     if session.error is not None:
         raise session.error
@@ -184,15 +188,14 @@ class _Loop:
 
     def _run_round(self) -> None:
         results = self._worker.run_round(rounds_left=self._rounds_left())
+        assert self._worker.last_round is not None
+        self._session.observer.round_ended(0, self._worker.last_round)
         if not self._names:
             metrics = [result for result in results.values() if not isinstance(result, Exception)]
             if metrics:
                 self._names = choose_metrics(self._metric, metrics)
         for trial_id, running in list(self._session.running.items()):
             result = results[trial_id]
-            place = self._worker.place_of(trial_id)
-            if place is not None:  # else it failed, and has none any more
-                self._session.note(running, {"worker": self._name, "lane": running.lane, **place})
             if isinstance(result, Exception):
                 # The worker has freed the lane already.
                 self._instances.pop(trial_id).cleanup()
@@ -217,6 +220,8 @@ class _Loop:
     def _outcome(self, running: RunningTrial, result: Mapping[str, float]) -> Sequence[float] | Exception | None:
         """Books one epoch of a trial. Returns how it ends, or None if it goes on."""
         try:
+            place = self._worker.place_of(str(running.trial.number)) or {}
+            self._session.note(running, {"worker": self._name, "lane": running.lane, **place})
             values = values_of(self._names, result)
             if self._reports:
                 running.trial.report(values[0], running.epochs_done)

@@ -23,6 +23,8 @@ from optuna.progress_bar import _ProgressBar
 from optuna.storages._heartbeat import BaseHeartbeatThread, get_heartbeat_thread, is_heartbeat_enabled
 from optuna.trial import FrozenTrial, TrialState
 
+from hfta_tune.rounds import EndReason, Observer
+
 Callback = Callable[[optuna.Study, FrozenTrial], None]
 
 PLACE = "hfta_tune"
@@ -58,6 +60,7 @@ class StudySession:
         callbacks: Called with the study and the finished trial.
         gc_after_trial: Whether to collect garbage after each trial.
         show_progress_bar: Whether to draw Optuna's progress bar.
+        observer: Is told which trial has which lane, and how trials end.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class StudySession:
         callbacks: Sequence[Callback],
         gc_after_trial: bool,
         show_progress_bar: bool,
+        observer: Observer,
     ) -> None:
         self.running: dict[str, RunningTrial] = {}
         self.error: Exception | None = None
@@ -80,6 +84,7 @@ class StudySession:
         self._callbacks = callbacks
         self._gc_after_trial = gc_after_trial
         self._show_progress_bar = show_progress_bar
+        self.observer = observer
         self._n_asked = 0
 
     def __enter__(self) -> "StudySession":
@@ -106,6 +111,7 @@ class StudySession:
         finally:
             self._study._thread_local.in_optimize_loop = False
             self._progress_bar.close()
+            self.observer.run_ended()
             self._study._storage.remove_session()
 
     @property
@@ -142,6 +148,7 @@ class StudySession:
         running = RunningTrial(trial, get_heartbeat_thread(trial._trial_id, storage), lane)
         self.running[str(trial.number)] = running
         running.heartbeat.start()
+        self.observer.trial_joined(str(trial.number), 0, lane)
         return running
 
     def note(self, running: RunningTrial, place: dict[str, Any]) -> None:
@@ -160,6 +167,8 @@ class StudySession:
                 kept, as is one that a callback raises.
         """
         caught = isinstance(outcome, (optuna.TrialPruned, *self._catch))
+        self.observer.trial_left(str(running.trial.number))
+        self.observer.trial_ended(str(running.trial.number), _end_reason(outcome))
         try:
             self._tell(running, outcome)
             if isinstance(outcome, Exception) and not caught:
@@ -247,6 +256,8 @@ class StudySession:
         numbers = ", ".join(str(running.trial.number) for running in abandoned)
         _logger.warning(f"Trial(s) {numbers} failed, because {error!r} ended the run.")
         for running in abandoned:
+            self.observer.trial_left(str(running.trial.number))
+            self.observer.trial_ended(str(running.trial.number), "stopped")
             try:
                 self._study.tell(running.trial, state=TrialState.FAIL, skip_if_finished=True)
             except Exception as tell_error:
@@ -257,6 +268,14 @@ class StudySession:
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._start
+
+
+def _end_reason(outcome: Sequence[float] | Exception) -> EndReason:
+    if isinstance(outcome, optuna.TrialPruned):
+        return "pruned"
+    if isinstance(outcome, Exception):
+        return "error"
+    return "nan" if any(map(math.isnan, outcome)) else "done"
 
 
 def _state_and_values(outcome: Sequence[float] | Exception) -> tuple[TrialState, list[float] | None]:

@@ -19,6 +19,7 @@ from ray.exceptions import RayTaskError
 from ray.tune.result import TRIAL_INFO
 
 from hfta_tune._doubling import Memory
+from hfta_tune.rounds import Round
 from hfta_tune.trainable import FusedTrainable
 from hfta_tune.tune._calls import Call, CallQueue
 from hfta_tune.tune._report import RoundReport, report_on
@@ -185,13 +186,17 @@ class WorkerActor:
             only; and what the driver needs to know of the round.
         """
         ready = {} if self._ahead is None else self._ahead.take(lanes)
+        own: Round | None = None
         if ready:
+            assert self._ahead is not None
+            own = self._ahead.round
             self._worker.release(self._trainables[lane]._lane_name for lane in ready)
             seconds = max(own for _, own in ready.values())
         else:
             begin = time.perf_counter()
             sound = [lane for lane in lanes if lane not in self._errors]
             outcomes = self._train(sound, rounds_left)
+            own = self._worker.last_round if sound else None
             seconds = time.perf_counter() - begin
             ready = {lane: (outcomes[lane], seconds) for lane in sound}
             if self._ahead is not None:
@@ -207,7 +212,7 @@ class WorkerActor:
             self._trainables[lane]._lane_name if lane in ready and lane not in self._errors else None for lane in lanes
         ]
         memory = Memory(*self._memory_in_use(), self._at_start) if self._memory_in_use is not None else None
-        return results, report_on(self._worker, hosted, len(ready), seconds, memory)
+        return results, report_on(self._worker, hosted, len(ready), seconds, own, memory)
 
     def _train(self, lanes: Iterable[int], rounds_left: float | None, **more: Any) -> dict[int, Outcome]:
         names = {self._trainables[lane]._lane_name: lane for lane in lanes}
@@ -251,7 +256,7 @@ class WorkerActor:
         except Exception as error:  # not of one trial: all of the round have it
             ahead.end(dict.fromkeys(lanes, error))
         else:
-            ahead.end(outcomes)
+            ahead.end(outcomes, self._worker.last_round)
 
     def _attend_to_calls(self, ahead: _Ahead) -> None:
         """Carry out what the driver asks for, between two steps of a round that it has not asked for yet."""
@@ -277,6 +282,7 @@ class _Ahead:
         running: The lanes of the round that runs now.
         seconds: How long a round takes.
         rounds_left: About how many rounds the worker has before it, where that is known.
+        round: What it did in the round, once that has been trained.
     """
 
     def __init__(self) -> None:
@@ -284,6 +290,7 @@ class _Ahead:
         self.running: set[int] = set()
         self.seconds = 0.0
         self.rounds_left: float | None = None
+        self.round: Round | None = None
         self._ready: dict[int, tuple[Outcome, float]] = {}
         self._begin = 0.0
 
@@ -312,8 +319,9 @@ class _Ahead:
         self._begin = time.perf_counter()
         return set(self.running)
 
-    def end(self, outcomes: dict[int, Outcome]) -> None:
+    def end(self, outcomes: dict[int, Outcome], own: Round | None = None) -> None:
         """The round has been trained to its end."""
+        self.round = own
         self.seconds = time.perf_counter() - self._begin
         self._ready.update((lane, (outcomes[lane], self.seconds)) for lane in self.running)
         self.running = set()

@@ -16,6 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -27,13 +28,16 @@ from ray.air.execution._internal.tracked_actor_task import TrackedActorTask
 from ray.exceptions import RayActorError, RayTaskError
 from ray.train.constants import RAY_CHDIR_TO_TRIAL_DIR
 from ray.tune.execution.class_cache import ENV_VARS_TO_PROPAGATE
+from ray.tune.experiment import Trial
 from ray.tune.registry import _ParameterRegistry
 from ray.tune.result import STDERR_FILE, STDOUT_FILE, TRAINING_ITERATION, TRIAL_INFO
 from ray.tune.schedulers import FIFOScheduler, ResourceChangingScheduler, TrialScheduler
 
 from hfta_tune._doubling import LaneDoubling
 from hfta_tune._kinds import Kinds
+from hfta_tune.monitor import observers_of_experiment
 from hfta_tune.packing import Packer, WorkerState
+from hfta_tune.rounds import EndReason, Observer, Observers
 from hfta_tune.trainable import FusedTrainable
 from hfta_tune.tune._actor import WorkerActor
 from hfta_tune.tune._logs import DeferredLogs
@@ -79,7 +83,10 @@ def pack_trials_of(
             iterations_left=functools.partial(_iterations_left, controller),
             ends_with_next=functools.partial(_ends_with_next, controller),
         )
-        controller._callbacks = manager.logs = DeferredLogs(controller._callbacks._callbacks)
+        manager.observers = _observers_of(controller)
+        controller._callbacks = manager.logs = DeferredLogs(
+            controller._callbacks._callbacks, on_trial_end=functools.partial(_tell_end, controller)
+        )
     return manager
 
 
@@ -100,6 +107,34 @@ def tell_searchers(controller: Any, hook: str, trial_id: str, *arguments: Any) -
             getattr(searcher, hook)(trial_id, *arguments)
             return  # it forwards to the searcher inside it
         searcher = getattr(searcher, "searcher", None)
+
+
+def _observers_of(controller: Any) -> Observers:
+    storage = controller._storage
+    directory = storage.experiment_driver_staging_path
+    return Observers(observers_of_experiment(storage.experiment_dir_name, Path(directory)))
+
+
+def tell_early_stop(controller: Any, trial: Trial) -> None:
+    """The scheduler stops a trial before its end."""
+    controller._actor_manager.stopped_early.add(trial.trial_id)
+    tell_searchers(controller, "on_trial_early_stop", trial.trial_id)
+
+
+def _tell_end(controller: Any, trial: Trial, *, error: bool) -> None:
+    manager = controller._actor_manager
+    early = trial.trial_id in manager.stopped_early
+    manager.stopped_early.discard(trial.trial_id)
+    reason: EndReason = "done"
+    if error:
+        reason = "error"
+    elif any(isinstance(value, float) and math.isnan(value) for value in (trial.last_result or {}).values()):
+        reason = "nan"
+    elif _stopping(controller):
+        reason = "stopped"
+    elif early:
+        reason = "pruned"
+    manager.note_end(trial.trial_id, reason)
 
 
 def _more_trials_expected(controller: Any) -> bool:
@@ -228,7 +263,9 @@ class _Lane:
 
     number: int
     trainable: type
+    trial_id: str
     worker: _Worker | None = None
+    slot: int | None = None
     place: dict[str, Any] | None = None
 
 
@@ -303,7 +340,11 @@ class LaneActorManager(RayActorManager):
         self._started: deque[TrackedActor] = deque()
         self._outcomes: deque[tuple[TrackedActorTask, Any]] = deque()
         self.logs = DeferredLogs([])
+        self.observers: Observer = Observer()
         self._said: set[str] = set()
+        self._told_waiting = 0
+        self._unended: set[str] = set()
+        self.stopped_early: set[str] = set()
         self._worker_class: Any = None
         self._no_metrics: ray.ObjectRef | None = None
 
@@ -364,7 +405,7 @@ class LaneActorManager(RayActorManager):
                 cls, kwargs, resource_request, on_start=on_start, on_stop=on_stop, on_error=on_error
             )
         tracked = TrackedActor(uuid.uuid4().int, on_start=on_start, on_stop=on_stop, on_error=on_error)
-        self._lanes[tracked] = _Lane(next(self._lane_numbers), kind)
+        self._lanes[tracked] = _Lane(next(self._lane_numbers), kind, kwargs["config"][TRIAL_INFO].trial_id)
         self._pending_actors_to_attrs[tracked] = kind, kwargs, resource_request
         self._note_config(tracked, kind, kwargs["config"])
         self._packer.add(tracked, resource_request)
@@ -376,6 +417,7 @@ class LaneActorManager(RayActorManager):
         if tracked_actor in self._lanes:
             # The worker keeps the order of its calls, so the lane can be given away before it is empty.
             self._packer.remove(tracked_actor)
+            self._note_left(self._lanes[tracked_actor])
             if tracked_actor in self._started:
                 self._started.remove(tracked_actor)
             if tracked_actor in self._pending_actors_to_attrs:
@@ -399,6 +441,7 @@ class LaneActorManager(RayActorManager):
         lane = self._lanes.get(tracked_actor)
         if lane is not None and method_name == "reset" and args:
             self._note_config(tracked_actor, lane.trainable, args[0])
+            self._note_reuse(lane, args[0][TRIAL_INFO].trial_id)
         trains = lane is not None and method_name in ("train", "train_buffered")
         if not trains or tracked_actor.actor_id in self._failed_actor_ids:
             return super().schedule_actor_task(
@@ -472,6 +515,7 @@ class LaneActorManager(RayActorManager):
             if worker.actor is None and worker.tracked in self._live_actors_to_ray_actors_resources:
                 worker.actor = self._live_actors_to_ray_actors_resources[worker.tracked][0]
                 self._packer.opened(worker.number)
+                self.observers.worker_opened(worker.number, self._packer.lanes)
         plan = self._packer.schedule(keep_idle=self._more_trials_expected(), kind_of=self._kinds.kind_of)
         for number in plan.close:
             self._close_worker(self._workers.pop(number))
@@ -479,6 +523,9 @@ class LaneActorManager(RayActorManager):
             self._open_worker(number, resource_request)
         for placement in plan.place:
             self._start_lane(placement.trial, self._workers[placement.worker])
+        if self._packer.waiting != self._told_waiting:
+            self._told_waiting = self._packer.waiting
+            self.observers.trials_wait(self._told_waiting)
         return started
 
     def _send_rounds(self) -> None:
@@ -506,6 +553,8 @@ class LaneActorManager(RayActorManager):
             results, report = outcome
             tasks, worker.in_round = worker.in_round, {}
             self._learn_from(report, worker, lanes, tasks)
+            if report.round is not None:
+                self.observers.round_ended(worker.number, report.round)
             for tracked, result in zip(lanes, results, strict=True):
                 if tracked not in tasks:  # it was stopped in the meantime
                     continue
@@ -557,14 +606,43 @@ class LaneActorManager(RayActorManager):
             waiting=self._packer.waiting > 0,
         ):
             self._packer.resize(self._doubling.lanes)
+            for number, state in self._packer.workers.items():
+                if state is WorkerState.OPEN:
+                    self.observers.worker_opened(number, self._packer.lanes)
             if self._doubling.stopped:
                 logger.warning('HFTAPacker(B="auto") stays at %s.', self._doubling)
 
     def _note_place(self, tracked: TrackedActor, place: dict[str, Any]) -> None:
-        lane, trial_id = self._lanes[tracked], self._trial_of(tracked)
-        if trial_id is not None and place != lane.place:
+        lane = self._lanes[tracked]
+        if place != lane.place:
             lane.place = place
-            self._on_trial_place(trial_id, place)
+            self._on_trial_place(lane.trial_id, place)
+
+    def _note_reuse(self, lane: _Lane, trial_id: str) -> None:
+        """A lane is reset; with reuse_actors, another trial may have it then."""
+        if trial_id != lane.trial_id and lane.worker is not None and lane.slot is not None:
+            self.observers.trial_left(lane.trial_id)
+            lane.trial_id, lane.place = trial_id, None
+            self._note_joined(lane)
+
+    def note_end(self, trial_id: str, reason: EndReason) -> None:
+        """A trial is over."""
+        self._unended.discard(trial_id)
+        self.observers.trial_ended(trial_id, reason)
+
+    def _note_closed(self, worker: _Worker) -> None:
+        if worker.actor is not None:  # else it was asked for, but never there
+            self.observers.worker_closed(worker.number)
+
+    def _note_joined(self, lane: _Lane) -> None:
+        assert lane.worker is not None and lane.slot is not None
+        self._unended.add(lane.trial_id)
+        self.observers.trial_joined(lane.trial_id, lane.worker.number, lane.slot)
+
+    def _note_left(self, lane: _Lane) -> None:
+        if lane.slot is not None:
+            lane.slot = None
+            self.observers.trial_left(lane.trial_id)
 
     # Lanes
 
@@ -575,6 +653,9 @@ class LaneActorManager(RayActorManager):
         key, reference = self._classes[kind]
         lane = self._lanes[tracked]
         lane.worker = worker
+        taken = {other.slot for other in self._lanes.values() if other.worker is worker}
+        lane.slot = next(slot for slot in itertools.count() if slot not in taken)
+        self._note_joined(lane)
         config = dict(kwargs["config"])
         if config.get(STDOUT_FILE) or config.get(STDERR_FILE):
             self._say_once("log_to_file has no effect under HFTAPacker: the trials of a worker share its output.")
@@ -600,7 +681,7 @@ class LaneActorManager(RayActorManager):
         self._live_actors_to_ray_actors_resources.pop(tracked_actor, None)
         self._packer.remove(tracked_actor)
         self._kinds.remove(tracked_actor)
-        del self._lanes[tracked_actor]
+        self._note_left(self._lanes.pop(tracked_actor))
 
     def _try_kill_actor(self) -> bool:
         for tracked in [tracked for tracked in self._live_actors_to_kill if tracked in self._lanes]:
@@ -643,6 +724,7 @@ class LaneActorManager(RayActorManager):
     def _close_worker(self, worker: _Worker) -> None:
         if self._doubling is not None:
             self._doubling.lost(worker.number)
+        self._note_closed(worker)
         super().remove_actor(worker.tracked)
         if worker.actor is None:
             self._worker_actors.discard(worker.tracked)
@@ -653,6 +735,7 @@ class LaneActorManager(RayActorManager):
             return
         worker.death = error if isinstance(error, RayActorError) else RayActorError(error_msg=str(error))
         self._packer.lost(worker.number)
+        self._note_closed(worker)
         if self._doubling is not None:
             self._doubling.lost(worker.number)
         self._workers.pop(worker.number, None)
@@ -700,6 +783,9 @@ class LaneActorManager(RayActorManager):
 
     def cleanup(self) -> None:
         self.logs.write()
+        for trial_id in sorted(self._unended):
+            self.note_end(trial_id, "stopped")
+        self.observers.run_ended()
         for tracked in self._lanes:
             self._live_actors_to_ray_actors_resources.pop(tracked, None)
             self._pending_actors_to_attrs.pop(tracked, None)

@@ -37,8 +37,11 @@ class DeferredLogs(CallbackList):
     every other callback sees the files as it would without this.
     """
 
-    def __init__(self, callbacks: list[Callback]) -> None:
+    def __init__(
+        self, callbacks: list[Callback], *, on_trial_end: Callable[..., None] = lambda trial, error: None
+    ) -> None:
         super().__init__(callbacks)
+        self._on_trial_end = on_trial_end
         self._deferred = list(takewhile(lambda callback: type(callback) in _LOGGERS, reversed(callbacks)))[::-1]
         self._at_once = callbacks[: len(callbacks) - len(self._deferred)]
         self._waiting: dict[Trial, Callable[[], None]] = {}
@@ -79,10 +82,18 @@ class DeferredLogs(CallbackList):
     on_trial_start = _after_its_results("on_trial_start")
     on_trial_restore = _after_its_results("on_trial_restore")
     on_trial_save = _after_its_results("on_trial_save")
-    on_trial_complete = _after_its_results("on_trial_complete")
     on_trial_recover = _after_its_results("on_trial_recover")
-    on_trial_error = _after_its_results("on_trial_error")
     on_checkpoint = _after_its_results("on_checkpoint")
+
+    def on_trial_complete(self, *, trial: Trial, **info: Any) -> None:
+        self._write_of(trial)
+        super().on_trial_complete(trial=trial, **info)
+        self._on_trial_end(trial, error=False)
+
+    def on_trial_error(self, *, trial: Trial, **info: Any) -> None:
+        self._write_of(trial)
+        super().on_trial_error(trial=trial, **info)
+        self._on_trial_end(trial, error=True)
 
     def on_experiment_end(self, **info: Any) -> None:
         self.write()

@@ -11,7 +11,7 @@ from ray.tune.schedulers import FIFOScheduler, ResourceChangingScheduler, TrialS
 from hfta_tune._checks import check_hooks
 from hfta_tune._doubling import LaneDoubling
 from hfta_tune.trainable import FusedTrainable
-from hfta_tune.tune._executor import LaneActorManager, pack_trials_of, tell_searchers
+from hfta_tune.tune._executor import LaneActorManager, pack_trials_of, tell_early_stop
 from hfta_tune.tune._watch import checked_limit
 
 __all__ = ["HFTAPacker"]
@@ -128,7 +128,7 @@ class HFTAPacker(TrialScheduler):
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
         decision = self._base_scheduler.on_trial_result(tune_controller, trial, result)
         if decision == TrialScheduler.STOP and not self._is_at_its_end(result):
-            tell_searchers(tune_controller._tune_controller, "on_trial_early_stop", trial.trial_id)
+            tell_early_stop(tune_controller._tune_controller, trial)
         return decision
 
     def on_trial_complete(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> None:
@@ -136,6 +136,7 @@ class HFTAPacker(TrialScheduler):
 
     def on_trial_remove(self, tune_controller: Any, trial: Trial) -> None:
         self._base_scheduler.on_trial_remove(tune_controller, trial)
+        tell_early_stop(getattr(tune_controller, "_tune_controller", tune_controller), trial)
 
     def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
         return self._base_scheduler.choose_trial_to_run(tune_controller)

@@ -493,3 +493,19 @@ def test_heartbeat(line: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
     hfta_tune.optimize(study, line, space, n_trials=4, epochs=2, B=3)
     assert states(study) == [FAIL] + [COMPLETE] * 4
     assert beating == {trial._trial_id for trial in study.trials[1:]}
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_a_trial_that_another_process_ends_takes_no_other_with_it(study: optuna.Study, line: Any, epoch: int) -> None:
+    """As the dashboard's button does. Like study.optimize, it asks for no more trials and raises."""
+
+    class Ended(line):  # type: ignore[misc]
+        def evaluate(self, model: Any, config: dict[str, Any]) -> dict[str, float]:
+            trial = study.trials[0]
+            if config["number"] == 1 and epoch == len(study.trials[1].intermediate_values):
+                study._storage.set_trial_state_values(trial._trial_id, FAIL)
+            return {"score": 1.0}
+
+    with pytest.raises(ValueError, match="Cannot tell a FAIL trial"):
+        hfta_tune.optimize(study, Ended, space, n_trials=6, epochs=4, metric="score", B=4)
+    assert states(study) == [FAIL, COMPLETE, COMPLETE, COMPLETE]
