@@ -34,11 +34,15 @@ def search_space(model: str) -> dict[str, Any]:
 
 
 def start_ray(cpus: int) -> None:
-    """Starts Ray on this machine. Ray and Tune print warnings only, Tune no tables of its own."""
+    """Joins the cluster in RAY_ADDRESS, which every Ray job has, or starts Ray on this machine.
+
+    Ray and Tune print warnings only, Tune no tables of its own.
+    """
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     # Ray warns of a change in how it hides GPUs from workers that ask for none.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(num_cpus=cpus, include_dashboard=False, logging_config=ray.LoggingConfig(log_level="WARNING"))
+    local = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": cpus, "include_dashboard": False}
+    ray.init(**local, logging_config=ray.LoggingConfig(log_level="WARNING"))
 
 
 class Progress(tune.Callback):
@@ -123,7 +127,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--lanes", type=int, default=32, help="B, the trials that share a worker")
-    parser.add_argument("--cpus", type=int, default=2, help="CPUs that Ray may use; a worker takes one")
+    parser.add_argument("--cpus", type=int, default=2, help="CPUs of a Ray that starts here; a worker takes one")
     parser.add_argument("--seed", type=int, default=0, help="seed of the search, not of the trials")
     parser.add_argument("--asha", action="store_true", help="stop bad trials early, with ASHA inside the packer")
     parser.add_argument("--compare", action="store_true", help="then run some of the same trials with stock Tune")

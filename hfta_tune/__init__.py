@@ -10,13 +10,29 @@ from hfta_tune.trainable import FusedTrainable
 from hfta_tune.worker import Worker
 
 if TYPE_CHECKING:
+    from hfta_tune.monitor.check import check
+    from hfta_tune.monitor.timeline import plot_timeline
     from hfta_tune.optuna import optimize
     from hfta_tune.tune import HFTAPacker
 
-__all__ = ["FusedTrainable", "FusionError", "FusionWarning", "HFTAPacker", "Worker", "optimize"]
+__all__ = [
+    "FusedTrainable",
+    "FusionError",
+    "FusionWarning",
+    "HFTAPacker",
+    "Worker",
+    "check",
+    "optimize",
+    "plot_timeline",
+]
 
 # The front ends are imported when they are first used: a worker process needs neither.
-_FRONT_ENDS = {"HFTAPacker": "hfta_tune.tune", "optimize": "hfta_tune.optuna"}
+_FRONT_ENDS = {
+    "HFTAPacker": "hfta_tune.tune",
+    "check": "hfta_tune.monitor.check",
+    "optimize": "hfta_tune.optuna",
+    "plot_timeline": "hfta_tune.monitor.timeline",
+}
 
 
 def __getattr__(name: str) -> Any:

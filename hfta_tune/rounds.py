@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 __all__ = ["ArrayRound", "EndReason", "Observer", "Observers", "Round"]
@@ -27,6 +27,7 @@ class ArrayRound:
         steps: Training steps of the round.
         samples: Samples that each of its trials was trained on.
         compile_seconds: How long a compilation at the round's end took, else 0.
+        seconds_a_step: {strategy: seconds of a training step}, of those that have been measured on it.
     """
 
     number: int
@@ -35,6 +36,7 @@ class ArrayRound:
     steps: int
     samples: int
     compile_seconds: float = 0.0
+    seconds_a_step: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,12 @@ class Observer:
     """Is told what happens in a run, as it happens, in the process that asks for trials. These methods do nothing.
 
     Workers are numbered from 0 in the order in which they are opened; the lanes of each from 0 to B - 1.
+
+    Attributes:
+        wants_memory: Whether `memory_measured` is to be told: to measure takes about a millisecond.
     """
+
+    wants_memory = False
 
     def worker_opened(self, worker: int, lanes: int) -> None:
         """A worker with so many lanes is there; a worker that is told again has another number of them."""
@@ -81,8 +88,17 @@ class Observer:
     def round_ended(self, worker: int, own: Round) -> None:
         """A worker has told the results of a round."""
 
+    def memory_measured(self, worker: int, used: int, size: int) -> None:
+        """So many bytes of the memory of a worker's device are in use, of so many; told now and then before a round."""
+
+    def results_given(self, results: int, driver_seconds: float) -> None:
+        """Tune or Optuna was given so many results since it was told last, which cost its thread so much CPU time."""
+
     def trials_wait(self, trials: int) -> None:
         """So many trials wait for a lane now."""
+
+    def time_passed(self) -> None:
+        """The run goes on; told about once a second while it does, by Tune's driver only."""
 
     def run_ended(self) -> None:
         """The run is over; nothing is told after this."""
@@ -93,6 +109,11 @@ class Observers(Observer):
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._observers = list(observers)
+
+    @property
+    def wants_memory(self) -> bool:  # type: ignore[override]
+        """Whether one of them does."""
+        return any(observer.wants_memory for observer in self._observers)
 
     def _tell(self, event: str, *arguments: Any) -> None:
         for observer in list(self._observers):
@@ -108,5 +129,8 @@ class Observers(Observer):
     trial_left = functools.partialmethod(_tell, "trial_left")
     trial_ended = functools.partialmethod(_tell, "trial_ended")
     round_ended = functools.partialmethod(_tell, "round_ended")
+    memory_measured = functools.partialmethod(_tell, "memory_measured")
+    results_given = functools.partialmethod(_tell, "results_given")
     trials_wait = functools.partialmethod(_tell, "trials_wait")
+    time_passed = functools.partialmethod(_tell, "time_passed")
     run_ended = functools.partialmethod(_tell, "run_ended")

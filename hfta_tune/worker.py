@@ -810,7 +810,15 @@ class Worker:
         names = {trial.lane: trial.name for trial in self._trials.values()}
         trials = tuple(names[lane] for lane in array.lanes)
         tally = self._tallies.get(array) or _Tally()
-        return ArrayRound(array.number, trials, array.strategy, tally.steps, tally.samples, tally.compile_seconds)
+        return ArrayRound(
+            array.number,
+            trials,
+            array.strategy,
+            tally.steps,
+            tally.samples,
+            tally.compile_seconds,
+            array.seconds_a_step,
+        )
 
     # Messages
 

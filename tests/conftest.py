@@ -10,7 +10,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,6 +18,9 @@ import torch
 from hfta_tune.fusion import COMPILED, LANE_BY_LANE, FusionWarning, compile_notes
 from hfta_tune.fusion.choice import StrategyChoice
 from hfta_tune.fusion.compiled import BoundStep
+
+if TYPE_CHECKING:
+    from selenium import webdriver
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +82,29 @@ def said() -> Iterator[Callable[[], list[str]]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield lambda: [str(warning.message) for warning in caught if issubclass(warning.category, FusionWarning)]
+
+
+@pytest.fixture
+def browser() -> Iterator[webdriver.Chrome]:
+    """Headless Chromium, which reaches this machine only."""
+    from selenium import webdriver
+
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("needs chromium and chromedriver: Debian's package chromium-driver brings both")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in (
+        "--headless",
+        "--no-sandbox",  # root has none
+        "--disable-dev-shm-usage",  # containers have little
+        "--disable-component-update",
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+        "--window-size=1400,2300",
+    ):
+        options.add_argument(argument)
+    with webdriver.Chrome(options, webdriver.ChromeService(driver)) as browser:
+        yield browser
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hfta_tune.fusion.alone import evaluate_lane, step_lane, train_lane
-from hfta_tune.fusion.audit import NotAuditable, audit_compiled, audit_vmap
+from hfta_tune.fusion.audit import Difference, NotAuditable, audit_compiled, audit_vmap
 from hfta_tune.fusion.batch import constants_of_batch, form_of_batch
 from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, VMAP, StrategyChoice
 from hfta_tune.fusion.compiled import BoundStep
@@ -53,6 +53,9 @@ class FusedArray:
         pools: Whether lanes whose passes run one by one may have their optimizers step at once.
         compiled: Compiled steps of arrays with the same signature, by form; shared between arrays.
         audit: Where to say what the audit found; None trains without an audit.
+
+    Attributes:
+        audits: {strategy: the largest difference that its audit found, or why there was none}.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class FusedArray:
         self._values: dict[Lane, dict[str, Tensor]] = {}
         self._audit = audit
         self._audited: set[str] = set()
+        self.audits: dict[str, Difference | str] = {}
 
     @property
     def lanes(self) -> list[Lane]:
@@ -103,6 +107,10 @@ class FusedArray:
     def seconds_a_step(self) -> dict[str, float]:
         """{strategy: seconds of a training step}, as measured on this array."""
         return dict(self._choice.seconds)
+
+    def measure_again(self) -> None:
+        """Measure the strategies anew from the next step on."""
+        self._choice.measure_again()
 
     def change_lanes(self, *, leave: Sequence[Lane] = (), join: Sequence[Lane] = ()) -> None:
         """Take lanes out and in; the others go on undisturbed. A leaving lane keeps its state for itself."""
@@ -373,9 +381,12 @@ class FusedArray:
             with torch.random.fork_rng(devices=devices):
                 difference = audit(self.lanes, self.options, step, batch, self._array_of_copies)
         except NotAuditable as error:
+            self.audits[strategy] = str(error)
             self._audit(f"{error}, so it could not be audited")
         else:
             if difference is not None:
+                self.audits[strategy] = difference
+            if difference is not None and difference.is_wrong:
                 self._audit(f"{difference}; its array goes on lane by lane")
                 self._may_pool = self._pools = False
                 self.give_up_vmap(training=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -47,19 +47,31 @@ ArrayOf: TypeAlias = Callable[[Sequence[Lane], Options], "FusedArray"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a fused step departs from the same step lane by lane.
+    """How far a fused step departs from the same step lane by lane.
 
     Attributes:
         trial: Whose.
-        what: What differs, such as "the gradient of 'conv.weight'".
+        what: What was compared, such as "the gradient of 'conv.weight'".
         largest: The largest absolute difference of an element.
         scale: The largest absolute value that plain PyTorch has there.
+        allowed: Up to what `largest` is rounding.
     """
 
     trial: str
     what: str
     largest: float
     scale: float
+    allowed: float
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it is more than rounding."""
+        return self.largest > self.allowed
+
+    @property
+    def share(self) -> float:
+        """`largest` as a part of `allowed`; nothing of nothing is 0."""
+        return self.largest / self.allowed if self.allowed else self.largest and float("inf")
 
     def __str__(self) -> str:
         return (
@@ -79,6 +91,9 @@ def audit_vmap(lanes: Sequence[Lane], options: Options, step: Step, batch: Any, 
         step: The training step.
         batch: What it trains on.
         array_of: array_of(lanes, options) -> an empty array's worth of them, to train under vmap.
+
+    Returns:
+        The first difference that is wrong, else the one that comes nearest to it. None if a lane's own code raises.
 
     Raises:
         NotAuditable: if the step draws random numbers besides, or a lane cannot be copied.
@@ -102,7 +117,7 @@ def audit_vmap(lanes: Sequence[Lane], options: Options, step: Step, batch: Any, 
     got = array.train_step(_for_copies(step, originals), clone_batch(batch))
     gradients = array.accumulated_gradients()
 
-    def differences() -> Iterator[Difference | None]:
+    def differences() -> Iterator[Difference]:
         for row, (own, other) in enumerate(zip(alone, fused, strict=True)):
             for name, loss in expected[row].items():
                 yield _of_loss(own, name, loss, got[name][row], relative)
@@ -123,7 +138,7 @@ def audit_vmap(lanes: Sequence[Lane], options: Options, step: Step, batch: Any, 
             for name, parameter in own.parameters():
                 yield _of_update(own.name, name, before[name], parameter, theirs[name], _RELATIVE)
 
-    return next(filter(None, differences()), None)
+    return _worst(differences())
 
 
 def audit_compiled(
@@ -145,7 +160,7 @@ def audit_compiled(
     if got is None:
         return None
 
-    def differences() -> Iterator[Difference | None]:
+    def differences() -> Iterator[Difference]:
         for row, (own, other) in enumerate(zip(vmapped, compiled, strict=True)):
             for name, losses in expected.items():
                 yield _of_loss(own, name, losses[row], got[name][row], relative)
@@ -159,7 +174,18 @@ def audit_compiled(
                     # Adaptive optimizers magnify the rounding of small gradients.
                     yield _of_update(own.name, name, before, parameter[counts], theirs[name][counts], 10 * relative)
 
-    return next(filter(None, differences()), None)
+    return _worst(differences())
+
+
+def _worst(differences: Iterable[Difference]) -> Difference | None:
+    """The first that is wrong, else the largest part of what is allowed; what follows a wrong one is its effect."""
+    worst = None
+    for difference in differences:
+        if difference.is_wrong:
+            return difference
+        if worst is None or difference.share > worst.share:
+            worst = difference
+    return worst
 
 
 def _keeping_gradients(options: Options) -> Options:
@@ -233,18 +259,16 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _of_loss(lane: Lane, optimizer: str, expected: Tensor, got: Tensor, relative: float) -> Difference | None:
+def _of_loss(lane: Lane, optimizer: str, expected: Tensor, got: Tensor, relative: float) -> Difference:
     return _difference(lane.name, f"the loss {optimizer!r}" if optimizer else "the loss", expected, got, relative)
 
 
-def _of_buffers(one: Lane, other: Lane, relative: float) -> Iterator[Difference | None]:
+def _of_buffers(one: Lane, other: Lane, relative: float) -> Iterator[Difference]:
     for (name, tensor), (_, its) in zip(one.buffers(), other.buffers(), strict=True):
         yield _difference(one.name, f"the buffer {name!r}", tensor, its, relative)
 
 
-def _of_update(
-    trial: str, name: str, before: Tensor, expected: Tensor, got: Tensor, relative: float
-) -> Difference | None:
+def _of_update(trial: str, name: str, before: Tensor, expected: Tensor, got: Tensor, relative: float) -> Difference:
     """Compare what was added to a parameter: of the parameter it is a small part."""
     largest = float(before.abs().max()) if before.numel() else 0.0
     rounded = _ROUNDINGS * torch.finfo(before.dtype).eps * largest
@@ -254,13 +278,11 @@ def _of_update(
 
 def _difference(
     trial: str, what: str, expected: Tensor, got: Tensor, relative: float, absolute: float = _ABSOLUTE
-) -> Difference | None:
+) -> Difference:
     one, other = expected.detach().double(), got.detach().double()
+    if not one.numel():
+        return Difference(trial, what, 0.0, 0.0, absolute)
     same = (one == other) | (one.isnan() & other.isnan())
-    if not one.numel() or bool(same.all()):
-        return None
     scale = float(one.abs().nan_to_num().max())
     largest = float(torch.where(same, 0.0, (one - other).abs()).nan_to_num(nan=float("inf")).max())
-    if largest <= relative * scale + absolute:
-        return None
-    return Difference(trial, what, largest, scale)
+    return Difference(trial, what, largest, scale, relative * scale + absolute)

@@ -14,10 +14,11 @@ from hfta_tune.fusion.comparison import comparable
 __all__ = ["clone_batch", "constants_of_batch", "copy_changes", "form_of_batch"]
 
 
-def form_of_batch(batch: Any) -> Any:
+def form_of_batch(batch: Any) -> Hashable:
     """Return the structure of a batch and the shapes and dtypes of its tensors."""
     leaves, structure = pytree.tree_flatten(batch)
-    return structure, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+    of_leaves = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+    return repr(structure), of_leaves  # The structure itself has no hash in older torch, such as 2.6.
 
 
 def constants_of_batch(batch: Any) -> Hashable:

@@ -47,8 +47,7 @@ class StrategyChoice:
         if lanes == 1:
             return LANE_BY_LANE
         if self._lanes and not self._lanes / 2 < lanes < self._lanes * 2:
-            self.seconds.clear()
-            self._samples.clear()
+            self.measure_again()
         if not self.seconds:
             self._lanes = lanes
         for candidate in self.candidates:
@@ -66,6 +65,11 @@ class StrategyChoice:
         samples.append(seconds)
         if len(samples) == _SAMPLES[strategy] + 1:
             self.seconds[strategy] = statistics.median(samples[1:])
+
+    def measure_again(self) -> None:
+        """Forget what was measured."""
+        self.seconds.clear()
+        self._samples.clear()
 
     def drop(self, strategy: str) -> None:
         """A candidate turned out not to be able to train this array."""

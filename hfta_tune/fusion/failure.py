@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import linecache
+from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 
 import torch
 from torch import nn
 
-__all__ = ["LanesDiffer", "TornByOutOfMemory", "VmapFailed", "first_line", "place_of"]
+__all__ = ["LanesDiffer", "TornByOutOfMemory", "VmapFailed", "first_line", "line_of", "place_of"]
 
 _ENGINE = str(Path(__file__).parent)
 
@@ -37,17 +39,30 @@ class TornByOutOfMemory(Exception):
 def place_of(error: BaseException, template: nn.Module | None) -> str:
     """Say where a step stopped: the path of the innermost module and the line of code."""
     paths = {id(m): name.removeprefix("model.") for name, m in template.named_modules()} if template else {}
-    place, line = "the step", ""
-    trace = error.__traceback__
-    while trace is not None:
-        frame = trace.tb_frame
-        module = frame.f_locals.get("self")
+    place = "the step"
+    for trace in _traces(error):
+        module = trace.tb_frame.f_locals.get("self")
         if isinstance(module, nn.Module) and id(module) in paths and module is not template:
             place = f"module {paths[id(module)]!r} ({type(module).__name__})"
-        if not frame.f_code.co_filename.startswith(_ENGINE):
-            line = linecache.getline(frame.f_code.co_filename, trace.tb_lineno).strip() or line
-        trace = trace.tb_next
+    line = line_of(error)
     return f"{place}, at `{line}`" if line else place
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of code that is not the engine's; empty if there is no source."""
+    line = ""
+    for trace in _traces(error):
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith(_ENGINE):
+            line = linecache.getline(name, trace.tb_lineno).strip() or line
+    return line
+
+
+def _traces(error: BaseException) -> Iterator[TracebackType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
 
 
 def first_line(error: BaseException) -> str:

@@ -19,6 +19,7 @@ def check_arguments(
     epochs: Any,
     metric: Any,
     B: Any,
+    on_round: Any,
 ) -> None:
     """Raises TypeError or ValueError for the first argument that is wrong, before any trial is asked for."""
     if not isinstance(study, optuna.Study):
@@ -42,6 +43,11 @@ def check_arguments(
     _check_integer("epochs", epochs, at_least=1, remedy="It is the number of epochs that each trial trains.")
     _check_integer("B", B, at_least=1, remedy="It is the number of trials that train at once.")
     _check_metric(study, metric)
+    if on_round is not None and not callable(on_round):
+        raise TypeError(
+            f"on_round must be a function of one hfta_tune.monitor.RunFigures but got {on_round!r}. "
+            "Write, for example, on_round=print."
+        )
 
 
 def exception_classes(catch: Any) -> tuple[type[Exception], ...]:

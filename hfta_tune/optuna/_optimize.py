@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import optuna
 import torch
 
-from hfta_tune.monitor import observers_of_study
+from hfta_tune.monitor import Figures, RunFigures, observers_of_study
 from hfta_tune.optuna._arguments import check_arguments, exception_classes, plain_config
 from hfta_tune.optuna._metric import choose_metrics, values_of
 from hfta_tune.optuna._samplers import advice_for_batches
@@ -19,6 +20,9 @@ from hfta_tune.trainable import FusedTrainable
 from hfta_tune.worker import Worker
 
 Space = Callable[[optuna.Trial], dict[str, Any]]
+OnRound = Callable[[RunFigures], None]
+
+_SECONDS_BETWEEN_LOG_LINES = 10.0
 
 
 def optimize(
@@ -37,6 +41,7 @@ def optimize(
     gc_after_trial: bool = False,
     show_progress_bar: bool = False,
     audit: bool = False,
+    on_round: OnRound | None = None,
 ) -> None:
     """Optimizes a study with B trials training at once, in this process.
 
@@ -70,6 +75,9 @@ def optimize(
         show_progress_bar: Whether to show Optuna's progress bar.
         audit: Whether to compare the first fused step of every array with the same step of each trial in plain
             PyTorch. Where they differ, a warning says where, and those trials train one by one.
+        on_round: Called with a `hfta_tune.monitor.RunFigures` after each epoch of the trials that run, when free lanes
+            have been refilled: lanes, arrays, rates, ends and memory so far. `study.stop()` works there. The most
+            important of them are in the log, once in 10 seconds.
 
     Raises:
         TypeError, ValueError: An argument is wrong, or no result has the metric.
@@ -107,7 +115,9 @@ def optimize(
         epochs=epochs,
         metric=metric,
         B=B,
+        on_round=on_round,
     )
+    figures = Figures()
     session = StudySession(
         study,
         n_trials=n_trials,
@@ -116,7 +126,7 @@ def optimize(
         callbacks=() if callbacks is None else tuple(callbacks),
         gc_after_trial=gc_after_trial,
         show_progress_bar=show_progress_bar,
-        observer=Observers(observers_of_study(study)),
+        observer=Observers([figures, *observers_of_study(study)]),
     )
     advice = advice_for_batches(study.sampler, int(B), n_trials)
     if advice is not None:
@@ -124,7 +134,8 @@ def optimize(
     with session:
         worker = Worker(B, device=device, audit=audit)
         session.observer.worker_opened(0, worker.lanes)
-        _Loop(session, worker, trainable, space, epochs, metric, reports=len(study.directions) == 1).run()
+        reports = len(study.directions) == 1
+        _Loop(session, worker, trainable, space, epochs, metric, figures, on_round, reports=reports).run()
     if session.error is not None:
         raise session.error
 
@@ -139,6 +150,8 @@ class _Loop:
         space: Makes the config of a trial.
         epochs: Epochs a trial.
         metric: What the user asked for. It becomes names with the first results.
+        figures: What the run has done so far.
+        on_round: Is given the figures after each round.
         reports: Whether values are reported and trials pruned.
     """
 
@@ -150,6 +163,8 @@ class _Loop:
         space: Space,
         epochs: int,
         metric: str | Sequence[str] | None,
+        figures: Figures,
+        on_round: OnRound | None,
         *,
         reports: bool,
     ) -> None:
@@ -162,6 +177,11 @@ class _Loop:
         self._reports = reports
         self._names: tuple[str, ...] = ()
         self._instances: dict[str, FusedTrainable] = {}
+        self._figures = figures
+        self._on_round = on_round
+        self._log_due = time.monotonic() + _SECONDS_BETWEEN_LOG_LINES
+        self._given = 0
+        self._driver_seconds = time.thread_time()
         self._name = f"{socket.gethostname()}:{os.getpid()}"
 
     def run(self) -> None:
@@ -169,6 +189,7 @@ class _Loop:
         while self._session.running:
             self._run_round()
             self._refill()
+            self._tell_figures()
 
     def _refill(self) -> None:
         # A trial whose own hooks or space raise leaves its lane free, so the next one is tried at once.
@@ -187,7 +208,9 @@ class _Loop:
                 self._session.finish(running, error)
 
     def _run_round(self) -> None:
+        self._tell_results()
         results = self._worker.run_round(rounds_left=self._rounds_left())
+        self._driver_seconds, self._given = time.thread_time(), len(results)
         assert self._worker.last_round is not None
         self._session.observer.round_ended(0, self._worker.last_round)
         if not self._names:
@@ -207,6 +230,29 @@ class _Loop:
                 self._worker.remove(trial_id)
                 self._instances.pop(trial_id).cleanup()
                 self._session.finish(running, outcome)
+
+    def _tell_results(self) -> None:
+        """The study has all results of the last round, and the trials of the next one were asked for."""
+        self._session.observer.results_given(self._given, time.thread_time() - self._driver_seconds)
+        self._given, self._driver_seconds = 0, time.thread_time()
+
+    def _tell_figures(self) -> None:
+        log = time.monotonic() >= self._log_due
+        if self._on_round is None and not log:
+            return
+        self._tell_results()
+        if self._worker.device.type == "cuda":
+            free, size = torch.cuda.mem_get_info(self._worker.device)
+            self._session.observer.memory_measured(0, size - free, size)
+        figures = self._figures.now()
+        if log:
+            self._log_due = time.monotonic() + _SECONDS_BETWEEN_LOG_LINES
+            self._session.log(figures)
+        if self._on_round is not None:
+            try:
+                self._on_round(figures)
+            except Exception as error:
+                self._session.keep(error)
 
     def _rounds_left(self) -> float | None:
         """About how many rounds are to come, if nothing is pruned and the number of trials is known."""

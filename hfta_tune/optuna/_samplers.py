@@ -10,8 +10,7 @@ def advice_for_batches(sampler: BaseSampler, B: int, n_trials: int | None) -> st
 
     Sources: the docstrings of the classes in Optuna 5.0 (`constant_liar` of TPESampler, the notes of
     CmaEsSampler and GridSampler). The other samplers of Optuna see the running trials, or need none: random, QMC,
-    brute force, GPSampler (from the version on that takes running trials into account) and the genetic ones, which
-    only breed from generations that have ended.
+    brute force, GPSampler (from Optuna 4.8 on) and the genetic ones, which only breed from generations that have ended.
 
     Args:
         sampler: The study's sampler.
@@ -27,7 +26,8 @@ def advice_for_batches(sampler: BaseSampler, B: int, n_trials: int | None) -> st
             "to each other. Use TPESampler(constant_liar=True)."
         )
     if isinstance(sampler, CmaEsSampler):
-        size = _attribute(sampler, "_popsize")
+        # Before Optuna 4.4 it is called "_initial_popsize".
+        size = _attribute(sampler, "_popsize") or _attribute(sampler, "_initial_popsize")
         if size is None or size < B:
             return (
                 f"CmaEsSampler learns from popsize trials a generation (popsize={size}) and not from those that are "

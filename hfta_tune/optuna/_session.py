@@ -1,6 +1,7 @@
 """Our share of a study while `optimize` runs: the trials that run, how they end, and what the user sees.
 
-This file and `_samplers.py` are the only ones that use private names of Optuna (tried with 4.0 and 5.0).
+This file, `_samplers.py` and the timeline's StudyRounds and of_study are all that uses private names of Optuna
+(tried with 4.0 and 5.0).
 Some of what a study needs in order to behave as under `study.optimize` has no public name: the flags that
 make `study.stop()` work and forbid nesting, the progress bar, the heartbeat and system attributes.
 """
@@ -23,6 +24,7 @@ from optuna.progress_bar import _ProgressBar
 from optuna.storages._heartbeat import BaseHeartbeatThread, get_heartbeat_thread, is_heartbeat_enabled
 from optuna.trial import FrozenTrial, TrialState
 
+from hfta_tune.monitor import RunFigures
 from hfta_tune.rounds import EndReason, Observer
 
 Callback = Callable[[optuna.Study, FrozenTrial], None]
@@ -177,6 +179,11 @@ class StudySession:
                 self._after_tell(running.trial)
         except Exception as error:
             self.keep(error)
+
+    def log(self, figures: RunFigures) -> None:
+        """Writes how the run goes on, in one line."""
+        ended = ", ".join(f"{number} {reason}" for reason, number in figures.trials_ended.items())
+        _logger.info(f"{figures}; trials ended: {ended or 'none'}.")
 
     def keep(self, error: Exception) -> None:
         """Lets the running trials finish and asks for no more. The first error kept is the one to raise."""

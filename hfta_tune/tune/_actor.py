@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import sys
 import threading
@@ -27,6 +28,8 @@ from hfta_tune.tune._sealed import Sealed, portable
 from hfta_tune.worker import RoundAbandoned, Worker
 
 __all__ = ["WorkerActor"]
+
+logger = logging.getLogger(__name__)
 
 Outcome: TypeAlias = dict[str, Any] | Exception
 """A trial's metrics of a round, or what its own code raised."""
@@ -65,7 +68,9 @@ class WorkerActor:
         gpus: GPUs that the worker was given.
         audit: Whether the first step of every array is audited.
         run_ahead: Whether it begins rounds before the driver asks for them.
-        tell_memory: Whether to tell with each round how much of the device's memory is in use.
+        memory_every_s: How often to tell with a round how much of the device's memory is in use, in seconds: to
+            measure takes about one millisecond. None for never.
+        name: What it is called in Ray's logs and pages.
     """
 
     def __init__(
@@ -75,17 +80,21 @@ class WorkerActor:
         gpus: float,
         audit: bool = False,
         run_ahead: bool = True,
-        tell_memory: bool = False,
+        memory_every_s: float | None = None,
+        name: str = "hfta_tune",
     ) -> None:
         from hfta_tune.tune._executor import memory_in_use, prepare_worker_process
 
+        self._name = name
         prepare_worker_process()
         _use_optimizers_quickly()
         torch.set_num_threads(max(1, int(cpus)))
         on_gpu = gpus > 0 and torch.cuda.is_available()
         self._worker = Worker(lanes, device="cuda" if on_gpu else "cpu", audit=audit)
-        self._memory_in_use = functools.partial(memory_in_use, on_gpu) if tell_memory else None
-        self._at_start = memory_in_use(on_gpu)[0] if tell_memory else 0
+        self._memory_in_use = functools.partial(memory_in_use, on_gpu)
+        self._memory_every_s = memory_every_s
+        self._memory_due = 0.0
+        self._at_start = 0 if memory_every_s is None else self._memory_in_use()[0]
         self._trainables: dict[int, FusedTrainable] = {}
         self._errors: dict[int, Exception] = {}
         self._sealed: dict[int, Sealed] = {}
@@ -93,6 +102,9 @@ class WorkerActor:
         self._ahead = _Ahead() if run_ahead else None
         self._calls = CallQueue()
         threading.Thread(target=self._work, name="hfta_tune", daemon=True).start()
+
+    def __repr__(self) -> str:
+        return self._name
 
     async def submit(self, number: int, method: str, *arguments: Any) -> Any:
         """Carry out call `number`, after all calls with lower numbers."""
@@ -142,6 +154,7 @@ class WorkerActor:
                 trainable = self._classes[key](config=config, storage=storage)
             self._trainables[lane] = trainable
             trainable._join(self._worker, trainable.trial_id)
+            logger.info("Trial %s takes a lane.", trainable.trial_id)
         except Exception as error:
             self._errors[lane] = error
 
@@ -163,6 +176,7 @@ class WorkerActor:
             return getattr(trainable, method)(*arguments, **keywords)
 
     def _stop(self, trainable: FusedTrainable) -> None:
+        logger.info("Trial %s leaves its lane.", trainable._lane_name)
         try:
             with self._worker.running.hook("cleanup", [trainable._lane_name]):
                 trainable.stop()
@@ -211,8 +225,14 @@ class WorkerActor:
         hosted = [
             self._trainables[lane]._lane_name if lane in ready and lane not in self._errors else None for lane in lanes
         ]
-        memory = Memory(*self._memory_in_use(), self._at_start) if self._memory_in_use is not None else None
-        return results, report_on(self._worker, hosted, len(ready), seconds, own, memory)
+        return results, report_on(self._worker, hosted, len(ready), seconds, own, self._memory())
+
+    def _memory(self) -> Memory | None:
+        """The memory of the device, where it is time to tell it."""
+        if self._memory_every_s is None or time.monotonic() < self._memory_due:
+            return None
+        self._memory_due = time.monotonic() + self._memory_every_s
+        return Memory(*self._memory_in_use(), self._at_start)
 
     def _train(self, lanes: Iterable[int], rounds_left: float | None, **more: Any) -> dict[int, Outcome]:
         names = {self._trainables[lane]._lane_name: lane for lane in lanes}
@@ -230,6 +250,7 @@ class WorkerActor:
                 trainable._lane_round = {TIME_THIS_ITER_S: seconds, **outcome}
                 return trainable.train()
             self._errors[lane] = error = outcome
+            logger.info("Trial %s failed: %r", self._trainables[lane]._lane_name, error)
         return RayTaskError("train", "".join(traceback.format_exception(error)), portable(error))
 
     def _may_run_ahead(self) -> bool:

@@ -12,6 +12,7 @@ import itertools
 import logging
 import math
 import os
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow.fs
 import ray
 import torch
 from ray._private.utils import get_system_memory, get_used_memory
@@ -29,18 +31,20 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.train.constants import RAY_CHDIR_TO_TRIAL_DIR
 from ray.tune.execution.class_cache import ENV_VARS_TO_PROPAGATE
 from ray.tune.experiment import Trial
+from ray.tune.experimental.output import IS_NOTEBOOK, AirVerbosity, get_air_verbosity
 from ray.tune.registry import _ParameterRegistry
 from ray.tune.result import STDERR_FILE, STDOUT_FILE, TRAINING_ITERATION, TRIAL_INFO
 from ray.tune.schedulers import FIFOScheduler, ResourceChangingScheduler, TrialScheduler
 
 from hfta_tune._doubling import LaneDoubling
 from hfta_tune._kinds import Kinds
-from hfta_tune.monitor import observers_of_experiment
+from hfta_tune.monitor import Figures, observers_of_experiment
 from hfta_tune.packing import Packer, WorkerState
 from hfta_tune.rounds import EndReason, Observer, Observers
 from hfta_tune.trainable import FusedTrainable
 from hfta_tune.tune._actor import WorkerActor
 from hfta_tune.tune._logs import DeferredLogs
+from hfta_tune.tune._names import named
 from hfta_tune.tune._report import RoundReport
 from hfta_tune.tune._sealed import Sealed
 from hfta_tune.tune._watch import Overdue, UnansweredCalls, Watch
@@ -51,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 # Between them the driver looks whether a worker has news.
 _LOGS_AT_A_TIME = 12
+_MEMORY_EVERY_S = 10.0
 
 
 def pack_trials_of(
@@ -83,7 +88,10 @@ def pack_trials_of(
             iterations_left=functools.partial(_iterations_left, controller),
             ends_with_next=functools.partial(_ends_with_next, controller),
         )
-        manager.observers = _observers_of(controller)
+        manager.observers = _observers_of(controller, manager.figures)
+        manager.experiment = controller._storage.experiment_dir_name
+        _show_summary(controller, manager)
+        manager.upload_observations = functools.partial(_upload_observations, controller)
         controller._callbacks = manager.logs = DeferredLogs(
             controller._callbacks._callbacks, on_trial_end=functools.partial(_tell_end, controller)
         )
@@ -109,10 +117,34 @@ def tell_searchers(controller: Any, hook: str, trial_id: str, *arguments: Any) -
         searcher = getattr(searcher, "searcher", None)
 
 
-def _observers_of(controller: Any) -> Observers:
+def _observers_of(controller: Any, figures: Figures) -> Observers:
     storage = controller._storage
     directory = storage.experiment_driver_staging_path
-    return Observers(observers_of_experiment(storage.experiment_dir_name, Path(directory)))
+    return Observers([figures, *observers_of_experiment(storage.experiment_dir_name, Path(directory))])
+
+
+def _show_summary(controller: Any, manager: LaneActorManager) -> None:
+    """Add the packer's line to Tune's newer progress reports: they show resources, but no scheduler's debug_string."""
+    if get_air_verbosity(AirVerbosity.DEFAULT) is None or IS_NOTEBOOK:
+        return
+    updater = controller._resource_updater
+    resources = updater.debug_string
+
+    def debug_string(total_allocated_resources: dict[str, Any]) -> str:
+        return f"{resources(total_allocated_resources)}\n{manager.summary()}"
+
+    updater.debug_string = debug_string
+
+
+def _upload_observations(controller: Any) -> None:
+    """Copy what observers have written to the experiment's storage: Tune does so before it stops the last trials."""
+    storage = controller._storage
+    for file in Path(storage.experiment_driver_staging_path).glob("hfta_tune_*"):
+        destination = f"{storage.experiment_fs_path}/{file.name}"
+        try:
+            pyarrow.fs.copy_files(str(file), destination, destination_filesystem=storage.storage_filesystem)
+        except OSError as error:
+            logger.warning("%s lacks the end of the run, because of this error: %s", destination, error)
 
 
 def tell_early_stop(controller: Any, trial: Trial) -> None:
@@ -230,9 +262,15 @@ class _Worker:
     _calls: int = 0
     _classes: set[int] = field(default_factory=set)
 
-    def send(self, method: str, *arguments: Any) -> ray.ObjectRef:
-        """Call the worker; it carries out its calls in the order in which they were sent."""
-        future = self.actor.submit.remote(self._calls, method, *arguments)
+    def send(self, method: str, *arguments: Any, label: str | None = None) -> ray.ObjectRef:
+        """Call the worker; it carries out its calls in the order in which they were sent.
+
+        Args:
+            method: What it is to do.
+            arguments: With what.
+            label: What Ray's pages call this; by default the method's name.
+        """
+        future = self.actor.submit.options(name=label or method).remote(self._calls, method, *arguments)
         self._calls += 1
         if self.unanswered is not None:
             self.unanswered.sent(future)
@@ -277,7 +315,8 @@ class _LaneMethod:
     def remote(self, *arguments: Any, **keywords: Any) -> ray.ObjectRef:
         assert self._lane.worker is not None
         given = Sealed((arguments, keywords), f"an argument of {self._name}")
-        return self._lane.worker.send("call", self._lane.number, self._name, given)
+        label = f"{self._name} {self._lane.trial_id}"
+        return self._lane.worker.send("call", self._lane.number, self._name, given, label=label)
 
 
 class _NoMetrics:
@@ -340,13 +379,18 @@ class LaneActorManager(RayActorManager):
         self._started: deque[TrackedActor] = deque()
         self._outcomes: deque[tuple[TrackedActorTask, Any]] = deque()
         self.logs = DeferredLogs([])
-        self.observers: Observer = Observer()
+        self.figures = Figures()
+        self.observers: Observer = self.figures
+        self.experiment = ""
+        self.upload_observations: Callable[[], None] = lambda: None
         self._said: set[str] = set()
         self._told_waiting = 0
         self._unended: set[str] = set()
         self.stopped_early: set[str] = set()
-        self._worker_class: Any = None
         self._no_metrics: ray.ObjectRef | None = None
+        self._given = 0
+        self._driver_seconds = time.thread_time()
+        self._told_time = 0.0
 
     def pack(
         self,
@@ -379,12 +423,9 @@ class LaneActorManager(RayActorManager):
 
     def summary(self) -> str:
         """One line on the workers, for Tune's progress reports."""
-        workers = sum(state is WorkerState.OPEN for state in self._packer.workers.values())
-        lanes = workers * self._packer.lanes
-        return (
-            f"HFTAPacker: {workers} workers, {self._packer.lanes_in_use} of {lanes} lanes in use, "
-            f"{self._packer.waiting} trials waiting for a lane"
-        )
+        figures = self.figures.now()
+        workers = "1 worker" if figures.workers == 1 else f"{figures.workers} workers"
+        return f"HFTAPacker: {workers}, {figures}, {self._packer.waiting} trials waiting for a lane"
 
     # Trials come and go
 
@@ -470,6 +511,9 @@ class LaneActorManager(RayActorManager):
     # Events
 
     def next(self, timeout: float | None = None) -> bool:
+        if time.monotonic() > self._told_time + 1:
+            self._told_time = time.monotonic()
+            self.observers.time_passed()
         if self._try_kill_actor():
             return True
         self._try_start_actors()
@@ -507,6 +551,7 @@ class LaneActorManager(RayActorManager):
         elif isinstance(outcome, RayActorError):
             self._actor_task_failed(task, outcome)
         else:
+            self._given += 1
             self._actor_task_resolved(task, outcome)
 
     def _try_start_actors(self, max_actors: int | None = None) -> int:
@@ -553,8 +598,7 @@ class LaneActorManager(RayActorManager):
             results, report = outcome
             tasks, worker.in_round = worker.in_round, {}
             self._learn_from(report, worker, lanes, tasks)
-            if report.round is not None:
-                self.observers.round_ended(worker.number, report.round)
+            self._note_round(worker, report)
             for tracked, result in zip(lanes, results, strict=True):
                 if tracked not in tasks:  # it was stopped in the meantime
                     continue
@@ -612,6 +656,18 @@ class LaneActorManager(RayActorManager):
             if self._doubling.stopped:
                 logger.warning('HFTAPacker(B="auto") stays at %s.', self._doubling)
 
+    def _note_round(self, worker: _Worker, report: RoundReport) -> None:
+        self._note_results()
+        if worker.death is None and report.memory is not None:
+            self.observers.memory_measured(worker.number, report.memory.used, report.memory.total)
+        if report.round is not None:
+            self.observers.round_ended(worker.number, report.round)
+
+    def _note_results(self) -> None:
+        seconds, self._driver_seconds = self._driver_seconds, time.thread_time()
+        results, self._given = self._given, 0
+        self.observers.results_given(results, self._driver_seconds - seconds)
+
     def _note_place(self, tracked: TrackedActor, place: dict[str, Any]) -> None:
         lane = self._lanes[tracked]
         if place != lane.place:
@@ -665,7 +721,7 @@ class LaneActorManager(RayActorManager):
         sealed = Sealed(
             (config, kwargs["storage"]), f"The config or the storage of trial {config[TRIAL_INFO].trial_id}"
         )
-        worker.send("create", lane.number, key, sealed)
+        worker.send("create", lane.number, key, sealed, label=f"create {lane.trial_id}")
         if self._no_metrics is None:
             self._no_metrics = ray.put({})
         handle = LaneHandle(lane, self._no_metrics)
@@ -695,11 +751,10 @@ class LaneActorManager(RayActorManager):
     # Workers
 
     def _open_worker(self, number: int, resource_request: ResourceRequest) -> None:
-        if self._worker_class is None:
-            propagated = {name: os.environ[name] for name in ENV_VARS_TO_PROPAGATE if name in os.environ}
-            # Without an environment of its own, a worker takes one of the processes that Ray keeps ready.
-            remote: Any = ray.remote(runtime_env={"env_vars": propagated}) if propagated else ray.remote
-            self._worker_class = remote(WorkerActor)
+        propagated = {name: os.environ[name] for name in ENV_VARS_TO_PROPAGATE if name in os.environ}
+        # Without an environment of its own, a worker takes one of the processes that Ray keeps ready.
+        remote: Any = ray.remote(runtime_env={"env_vars": propagated}) if propagated else ray.remote
+        name = f"hfta_tune:{self.experiment}:{number}"
         head = {} if resource_request.head_bundle_is_empty else resource_request.bundles[0]
         kwargs = {
             "lanes": self._packer.lanes,
@@ -707,7 +762,8 @@ class LaneActorManager(RayActorManager):
             "gpus": head.get("GPU", 0),
             "audit": self._audit,
             "run_ahead": os.environ.get("HFTA_TUNE_RUN_AHEAD", "1") != "0",
-            "tell_memory": self._doubling is not None,
+            "memory_every_s": 0.0 if self._doubling else _MEMORY_EVERY_S if self.observers.wants_memory else None,
+            "name": name,
         }
 
         def on_start(tracked: TrackedActor) -> None:
@@ -716,7 +772,8 @@ class LaneActorManager(RayActorManager):
         def on_error(tracked: TrackedActor, error: Exception) -> None:
             self._lose_worker(worker, error)
 
-        tracked = super().add_actor(self._worker_class, kwargs, resource_request, on_start=on_start, on_error=on_error)
+        worker_class = named(remote(WorkerActor), name)
+        tracked = super().add_actor(worker_class, kwargs, resource_request, on_start=on_start, on_error=on_error)
         worker = _Worker(number, tracked, self._packer.lanes, unanswered=self._watch.calls())
         self._workers[number] = worker
         self._worker_actors.add(tracked)
@@ -785,7 +842,9 @@ class LaneActorManager(RayActorManager):
         self.logs.write()
         for trial_id in sorted(self._unended):
             self.note_end(trial_id, "stopped")
+        self._note_results()
         self.observers.run_ended()
+        self.upload_observations()
         for tracked in self._lanes:
             self._live_actors_to_ray_actors_resources.pop(tracked, None)
             self._pending_actors_to_attrs.pop(tracked, None)

@@ -22,7 +22,7 @@ class RoundReport:
         signatures: Of each trial a hash of its signature, comparable within this worker; None where it has none.
         round: What the worker did; None where all of the trials had failed before.
         fitting_lanes: How many trials fit into the worker, or None as long as memory has not run out.
-        memory: The device's memory after the round, where it was asked for.
+        memory: The device's memory after the round, where it was time to tell it.
     """
 
     lanes: int

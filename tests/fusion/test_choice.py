@@ -42,6 +42,14 @@ def test_one_lane_is_plain_pytorch() -> None:
     assert choice.strategy(1) == LANE_BY_LANE
 
 
+def test_it_measures_again_when_it_is_told_to() -> None:
+    choice = StrategyChoice()
+    settle(choice, 8, {VMAP: 0.1, LANE_BY_LANE: 0.2})
+    choice.measure_again()
+    assert set(settle(choice, 8, {VMAP: 0.2, LANE_BY_LANE: 0.1})) == {VMAP, LANE_BY_LANE}
+    assert choice.strategy(8) == LANE_BY_LANE
+
+
 def test_it_measures_again_when_the_lanes_halve_or_double() -> None:
     choice = StrategyChoice()
     settle(choice, 8, {VMAP: 0.1, LANE_BY_LANE: 0.2})

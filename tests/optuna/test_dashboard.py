@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -94,26 +93,6 @@ def curves(epochs: int, name: str) -> list[list[Any]]:
 
 def states(state: str) -> list[list[str]]:
     return [[f"Trial {number}", state] for number in range(len(SLOPES))]
-
-
-@pytest.fixture
-def browser() -> Iterator[webdriver.Chrome]:
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("needs chromium and chromedriver: Debian's package chromium-driver brings both")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in (
-        "--headless",
-        "--no-sandbox",  # root has none
-        "--disable-dev-shm-usage",  # containers have little
-        "--disable-component-update",
-        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-        "--window-size=1400,2300",
-    ):
-        options.add_argument(argument)
-    with webdriver.Chrome(options, webdriver.ChromeService(driver)) as browser:
-        yield browser
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 import torch
 from optuna import samplers
 from optuna.trial import FrozenTrial, TrialState
+from packaging.version import Version
 from torch.nn import functional as F
 
 import hfta_tune
@@ -138,7 +139,8 @@ def test_many_at_once(name: str) -> None:
         hfta_tune.optimize(study, Line, space, n_trials=12, epochs=EPOCHS, B=4)
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 12
     points = {tuple(trial.params.values()) for trial in study.trials}
-    if not name.startswith("NSGA"):  # whose children may be a parent once more, one at a time too
+    blind = name == "GP" and Version(optuna.__version__) < Version("4.8")  # to the trials that run
+    if not blind and not name.startswith("NSGA"):  # whose children may be a parent once more, one at a time too
         assert len(points) == 12
     if name == "grid":
         assert points == {(lr, momentum) for lr in GRID["lr"] for momentum in GRID["momentum"]}

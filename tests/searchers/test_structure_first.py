@@ -12,11 +12,6 @@ import optuna
 import pytest
 import torch
 from optuna import samplers
-from optuna.testing.pytest_samplers import (
-    BasicSamplerTestCase,
-    MultiObjectiveSamplerTestCase,
-    RelativeSamplerTestCase,
-)
 from optuna.trial import TrialState
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -210,13 +205,3 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], messag
 
 def test_docstring_example() -> None:
     assert doctest.testmod(_structure_first).failed == 0
-
-
-class TestLikeAnySampler(BasicSamplerTestCase, RelativeSamplerTestCase, MultiObjectiveSamplerTestCase):
-    """Optuna's own tests of a sampler."""
-
-    @pytest.fixture(params=["auto", ["x", "width"]], ids=["auto", "named"])
-    def sampler(self, request: pytest.FixtureRequest) -> Callable[[], samplers.BaseSampler]:
-        return lambda: StructureFirst(
-            samplers.TPESampler(n_startup_trials=0, multivariate=True), structural=request.param, lanes=3
-        )

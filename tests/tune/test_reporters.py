@@ -35,6 +35,7 @@ def test_reports(climb: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pyt
             progress_reporter=None if new else reporter,
         )
         text[packed] = capfd.readouterr().out
+    assert "HFTAPacker: " in text[True] and "HFTAPacker: " not in text[False]
     if new:
         for out in text.values():
             assert "Trial status: 3 TERMINATED" in out
@@ -42,7 +43,7 @@ def test_reports(climb: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pyt
             assert re.search(r"Logical resource usage: 2\.0/2 CPUs", out)
     else:
         assert "Number of trials: 3/3 (3 TERMINATED)" in text[True]
-        assert re.search(r"HFTAPacker: 1 workers, 3 of 4 lanes in use, 0 trials waiting", text[True])
+        assert re.search(r"HFTAPacker: 1 worker, 3 of 4 lanes in use, 1 array, [\d.e+]+ models' rounds/s, ", text[True])
         # Both end in a table with each trial's last result.
         assert rows(text[True]) == rows(text[False])
         assert {row[1:] for row in rows(text[True])} == {
