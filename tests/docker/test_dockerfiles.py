@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import string
@@ -21,7 +22,7 @@ CPU, CUDA = DOCKERFILES
 
 # Not carried out: what changes the machine.
 SYSTEM_COMMANDS = ("apt-get", "useradd")
-IMAGE_FOLDERS = ("/opt/", "/src", "/dashboards", "/home/")
+IMAGE_FOLDERS = re.compile(r"(?<!\w)/(opt|src|dashboards|home)\b")
 
 
 def steps(dockerfile: Path) -> list[tuple[str, str]]:
@@ -89,9 +90,7 @@ class Folder:
 
     def inside(self, text: str) -> str:
         """The text with the image's folders replaced by those in this one."""
-        for folder in IMAGE_FOLDERS:
-            text = text.replace(folder, f"{self.folder}{folder}")
-        return text
+        return IMAGE_FOLDERS.sub(rf"{self.folder}\g<0>", text)
 
     def carry_out(self, instruction: str, value: str) -> None:
         if instruction == "RUN":

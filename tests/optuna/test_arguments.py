@@ -26,6 +26,7 @@ class NotFused:
 @pytest.mark.parametrize(
     ("argument", "value", "error", "message"),
     [
+        ("on_round", "print", TypeError, "on_round must be a function of one .*RunFigures but got 'print'"),
         ("B", 0, ValueError, "B must be at least 1 but got 0"),
         ("B", -3, ValueError, "B must be at least 1 but got -3"),
         ("B", 2.0, TypeError, "B must be an integer of at least 1 but got 2.0"),
