@@ -10,6 +10,7 @@ import shutil
 import string
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -139,24 +140,29 @@ class Folder:
         return done.stdout
 
 
+@pytest.fixture
+def image(tmp_path: Path) -> Iterator[Folder]:
+    yield Folder(tmp_path)
+    shutil.rmtree(tmp_path)  # more than 1 GB, which pytest would keep
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     "TORCH_CPU_INDEX" not in os.environ and not torch.__version__.endswith("+cpu"),
     reason="the index of PyTorch's CPU builds is not known: set TORCH_CPU_INDEX",
 )
-def test_the_steps_of_the_cpu_image_install_what_the_containers_run(tmp_path: Path) -> None:
-    image = Folder(tmp_path)
+def test_the_steps_of_the_cpu_image_install_what_the_containers_run(image: Folder) -> None:
     for instruction, value in steps(CPU):
         image.carry_out(instruction, value)
 
     places = image.run(
         ["python", "-c", "import hfta_tune.searchers, torch; print(hfta_tune.__file__, torch.__version__)"]
     )
-    assert places.startswith(f"{tmp_path}/opt/venv/")
+    assert places.startswith(f"{image.folder}/opt/venv/")
     assert places.rstrip().endswith("+cpu")
     assert "--address" in image.run(["ray", "job", "submit", "--help"])
     assert "--trials" in image.run(["python", image.inside("/opt/examples/digits_tune.py"), "--help"])
     image.run(["hfta-tune", "grafana", "--out", image.inside("/dashboards/hfta_tune")])
-    dashboards = list((tmp_path / "dashboards/hfta_tune").glob("*.json"))
+    dashboards = list((image.folder / "dashboards/hfta_tune").glob("*.json"))
     assert dashboards
     assert all(json.loads(dashboard.read_text())["panels"] for dashboard in dashboards)
