@@ -213,9 +213,9 @@ def test_pages(run: Run, browser: webdriver.Chrome, tmp_path: Path) -> None:
     shows("Set up Prometheus and Grafana")  # there is no Grafana
     assert browser.save_screenshot(str(tmp_path / "metrics.png"))
     browser.get(f"{run.dashboard}/#/jobs/01000000")
-    shows("Task Table")
-    browser.find_element("xpath", "//*[text()='Task Table']").click()
-    shows(run.trials[-1]["id"])
+    shows("Actor Table")
+    browser.find_element("xpath", "//*[text()='Actor Table']").click()
+    shows("hfta_tune:climbs:0")
     assert browser.save_screenshot(str(tmp_path / "job.png"))
 
 
