@@ -183,6 +183,9 @@ def _advice(report: CheckReport, measured: Measured, many: Sequence[str]) -> Ite
     elif not report.passed:
         yield "The audit failed: train with audit=True, which goes on lane by lane, and report the model as a bug."
     elif report.strategy == LANE_BY_LANE and not report.fallbacks:
-        yield f"Lane by lane is fastest: fusing gains nothing for this model on {report.device}."
+        yield (
+            f"Lane by lane is fastest: fusing gains nothing for {report.lanes} lanes of this model on {report.device}. "
+            "More lanes may."
+        )
     elif report.fallbacks and report.strategy == LANE_BY_LANE:
         yield "Trials share a process, but not its kernels, until what is listed under fallbacks is changed."
