@@ -62,12 +62,12 @@ def test_a_report_on_a_round() -> None:
     worker = Worker(4, device="cpu")
     one, other = hosting(worker, {"lr": 0.1}, {"lr": 0.2})
     gone = "gone"
-    report = report_on(worker, [one, None, other, gone], 3, 1.5, None)
+    report = report_on(worker, [one, None, other, gone], 3, 1.5, None, None)
     assert report.seconds == 1.5 and report.memory is None
     assert report.signatures == (worker.signature_of(one), None, worker.signature_of(other), None)
     assert report.fitting_lanes is None  # as long as memory has not run out
     worker._fitting = 2
-    assert report_on(worker, [one], 1, 1.5, None).fitting_lanes == 2
+    assert report_on(worker, [one], 1, 1.5, None, None).fitting_lanes == 2
 
 
 def test_a_worker_can_have_more_and_fewer_lanes() -> None:
