@@ -94,7 +94,9 @@ class LaneStack:
         accumulated: {name: [lanes, ...]}: gradients of the batches since the optimizers' last step.
     """
 
-    def __init__(self, lanes: Sequence[Lane], device: torch.device, *, whole: bool = True) -> None:
+    def __init__(
+        self, lanes: Sequence[Lane], device: torch.device, *, whole: bool = True, take_gradients: bool = True
+    ) -> None:
         self.lanes = list(lanes)
         self.whole = whole
         first = self.lanes[0]
@@ -104,7 +106,8 @@ class LaneStack:
         with torch.no_grad():
             for name, parameter in first.parameters():
                 rows = [lane.model.get_parameter(name) for lane in self.lanes]
-                self._take_gradients(name, rows)
+                if take_gradients:
+                    self._take_gradients(name, rows)
                 self.parameters[name] = torch.stack([row.data for row in rows]).contiguous()
                 self._bind(rows, self.parameters[name])
                 self.parameters[name].requires_grad_(parameter.requires_grad)

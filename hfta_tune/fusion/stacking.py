@@ -19,17 +19,23 @@ __all__ = ["Stacking"]
 class Stacking:
     """Stacks the lanes of an array when that is asked for, and gives their tensors back.
 
+    Args:
+        device: Where the lanes' tensors are.
+        take_gradients: Whether a stack takes over the gradients that lanes have accumulated; else they stay the `grad`
+            of the lanes' own parameters.
+
     Attributes:
         lanes: The lanes, in the order of their rows.
         training: Whether the models are in training mode.
         moves: How often tensors have moved: what was made for tensors of another count is void.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, take_gradients: bool = True) -> None:
         self.lanes: list[Lane] = []
         self.training = True
         self.moves = 0
         self._device = device
+        self._take_gradients = take_gradients
         self._stack: LaneStack | None = None
         self._optimizers: ArrayOptimizers | None = None
         self._template: Template | None = None
@@ -40,6 +46,11 @@ class Stacking:
     def optimizers(self) -> ArrayOptimizers | None:
         """The optimizers of the present stack."""
         return self._optimizers
+
+    @property
+    def present(self) -> LaneStack | None:
+        """The present stack, if there is one."""
+        return self._stack
 
     @property
     def template(self) -> Template | None:
@@ -135,7 +146,7 @@ class Stacking:
 
     def _stack_up(self, *, whole: bool) -> None:
         self.unstack()
-        self._stack = LaneStack(self.lanes, self._device, whole=whole)
+        self._stack = LaneStack(self.lanes, self._device, whole=whole, take_gradients=self._take_gradients)
         self._optimizers = ArrayOptimizers(self.lanes, self._stack)
         self._are_views = True
 

@@ -15,7 +15,7 @@ from hfta_tune.fusion.lane import Lane
 from hfta_tune.fusion.options import Options
 from hfta_tune.fusion.stack import Template
 
-__all__ = ["Step", "call_for_all"]
+__all__ = ["Step", "call_for_all", "function_for_all"]
 
 Step: TypeAlias = Callable[[Sequence[Lane], nn.Module, Any, Mapping[str, Tensor]], Any]
 """step(lanes, model, batch, values): one call of the user's code that stands for all of `lanes`.
@@ -67,6 +67,12 @@ def call_for_all(
     with _quiet_and_batchable(), options.autocast(stacked[0].device), LaneKernels():
         result: tuple[Any, dict[str, Tensor]] = vmap(one_lane, randomness="different")(*stacked)
     return result
+
+
+def function_for_all(function: Callable[..., Any], stacked: Sequence[Tensor], options: Options) -> Any:
+    """Call a function of tensors once for all lanes; every tensor is [lanes, ...], and so is what it returns."""
+    with _quiet_and_batchable(), options.autocast(stacked[0].device), LaneKernels():
+        return vmap(function, randomness="different")(*stacked)
 
 
 @contextlib.contextmanager

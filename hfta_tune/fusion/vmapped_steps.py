@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -44,7 +44,7 @@ class VmappedSteps:
             LanesDiffer, VmapFailed, torch.OutOfMemoryError: Nothing has changed.
         """
         with self._stacking.unchanged_buffers(on=Exception):
-            result: LossesAndGradients = self._attempt(step, batch, self._forward_and_backward)
+            result: LossesAndGradients = self._attempt(step, batch, self._forward_and_backward, "training")
         return result
 
     def metrics(self, step: Step, batch: Any) -> dict[str, Tensor]:
@@ -53,12 +53,42 @@ class VmappedSteps:
         Raises:
             LanesDiffer, VmapFailed, torch.OutOfMemoryError: Nothing has changed.
         """
-        result: dict[str, Tensor] = self._attempt(step, batch, self._forward_for_metrics)
+        result: dict[str, Tensor] = self._attempt(step, batch, self._forward_for_metrics, "evaluation")
         return result
+
+    def outputs(
+        self,
+        step: Step,
+        batch: Any,
+        inputs: Mapping[Any, Tensor],
+        finish: Callable[[Any], Any],
+        kind: Hashable,
+    ) -> Any:
+        """Run any call of the models, with a graph where gradients are on.
+
+        Args:
+            step: The call. It gets `inputs` as its values.
+            batch: What all lanes are given.
+            inputs: {name: [lanes, ...]}: what each lane is given for itself.
+            finish: Makes tensors of what the call returns.
+            kind: What besides the form of `batch` tells such calls apart.
+
+        Returns:
+            What `finish` returned, [lanes, ...].
+
+        Raises:
+            LanesDiffer, VmapFailed, torch.OutOfMemoryError: Nothing has changed.
+        """
+
+        def call(step: Step, batch: Any) -> Any:
+            return self._call(step, batch, finish, inputs)
+
+        with self._stacking.unchanged_buffers(on=Exception):
+            return self._attempt(step, batch, call, kind)
 
     def leaves_batch_alone(self, batch: Any) -> bool:
         """Whether training steps are known to run for such a batch and not to change it."""
-        return self._changes_batch.get((self._forward_and_backward.__name__, form_of_batch(batch))) is False
+        return self._changes_batch.get(("training", form_of_batch(batch))) is False
 
     def probe(self, step: Step, batch: Any) -> None:
         """Run the forward pass of a step, of the models' mode, for its errors only; nothing changes."""
@@ -90,7 +120,9 @@ class VmappedSteps:
         metrics: dict[str, Tensor] = self._call(step, batch, self._checked_metrics)
         return metrics
 
-    def _call(self, step: Step, batch: Any, finish: Callable[[Any], Any]) -> Any:
+    def _call(
+        self, step: Step, batch: Any, finish: Callable[[Any], Any], values: Mapping[Any, Tensor] | None = None
+    ) -> Any:
         """Call the step once for all lanes; `finish` checks what it returns and makes tensors of it."""
         stack, _, template = self._stacking.whole()
         buffers = {**stack.buffers, **stack.carried}
@@ -101,7 +133,7 @@ class VmappedSteps:
             batch,
             stack.parameters,
             buffers,
-            stack.values,
+            stack.values if values is None else values,
             finish,
             self._options,
         )
@@ -109,8 +141,8 @@ class VmappedSteps:
             stack.buffers[name].copy_(buffer.detach())
         return result
 
-    def _attempt(self, step: Step, batch: Any, run: Callable[[Step, Any], Any]) -> Any:
-        form = (run.__name__, form_of_batch(batch))
+    def _attempt(self, step: Step, batch: Any, run: Callable[[Step, Any], Any], kind: Hashable) -> Any:
+        form = (kind, form_of_batch(batch))
         changes_batch = self._changes_batch.get(form)
         if changes_batch is False:
             return self._explained(run, step, batch)

@@ -35,7 +35,7 @@ class ArrayOptimizers:
             optimizer: tuple(dict.fromkeys(names[id(parameter)] for parameter in lanes[0].trained_by(optimizer)))
             for optimizer in lanes[0].optimizers
         }
-        self._numbers_known: tuple[frozenset[str], Updates] | None = None
+        self._numbers_known: tuple[tuple[frozenset[str], str | None], Updates] | None = None
         self._last: Updates = {}
 
     @property
@@ -47,23 +47,31 @@ class ArrayOptimizers:
         """Read the lanes' numbers again before the next step."""
         self._numbers_known = None
 
-    def prepare(self, names: frozenset[str]) -> Updates:
+    def is_native(self, optimizer: str) -> bool:
+        """Whether it steps for all lanes at once."""
+        return isinstance(self._fused[optimizer], NativeOptimizer)
+
+    def prepare(self, names: frozenset[str], only: str | None = None) -> Updates:
         """Do the host's part of a step over the parameters `names`.
+
+        Args:
+            names: The parameters that have a gradient.
+            only: The optimizer that steps; by default all do.
 
         Returns:
             The updates; the same object again as long as nothing in them has changed.
         """
-        if self._numbers_known is not None and self._numbers_known[0] == names:
+        if self._numbers_known is not None and self._numbers_known[0] == (names, only):
             return self._numbers_known[1]
         updates = {
             optimizer: fused.prepare(names & set(self.trains[optimizer]))
             for optimizer, fused in self._fused.items()
-            if isinstance(fused, NativeOptimizer)
+            if isinstance(fused, NativeOptimizer) and only in (None, optimizer)
         }
         # Preparing keeps books of first steps. Once it comes to the same tensors twice, a third time would too.
         if _identity(updates) == _identity(self._last):
             updates = self._last
-            self._numbers_known = names, updates
+            self._numbers_known = (names, only), updates
         self._last = updates
         return updates
 

@@ -1,0 +1,103 @@
+"""The gradients of a stack as its lanes' own code sees them: the `grad` of each lane's own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from hfta_tune.fusion.lane import Lane
+from hfta_tune.fusion.stack import LaneStack
+
+__all__ = ["GradientRows"]
+
+
+class GradientRows:
+    """Keeps `grad` of the stacked parameters and of the lanes' own parameters the same.
+
+    A backward pass adds to the stacked parameters' `grad`. The lanes' are rows of that, so what lanes do to
+    theirs in place is done to the stack, and an optimizer of the array finds all gradients in one tensor.
+
+    Args:
+        stack: The stack.
+    """
+
+    def __init__(self, stack: LaneStack) -> None:
+        self.stack = stack
+        self.lanes = stack.lanes
+        self._leaves = {name: leaf for name, leaf in stack.parameters.items() if leaf.requires_grad}
+        self._own: dict[str, list[nn.Parameter]] = {
+            name: [lane.model.get_parameter(name) for lane in stack.lanes] for name in self._leaves
+        }
+        self._rows: dict[str, tuple[Tensor | None, ...]] = {}
+
+    def collect(self) -> None:
+        """Make the stacked gradients what the lanes' are now: before a backward pass adds to them."""
+        for name, leaf in self._leaves.items():
+            own = [parameter.grad for parameter in self._own[name]]
+            rows = self._rows.get(name, (None,) * len(own))
+            if all(gradient is None for gradient in own):
+                leaf.grad = None
+                self._rows.pop(name, None)
+            elif leaf.grad is None or any(gradient is not row for gradient, row in zip(own, rows, strict=True)):
+                filled = [
+                    torch.zeros_like(parameter) if gradient is None else gradient
+                    for parameter, gradient in zip(self._own[name], own, strict=True)
+                ]
+                leaf.grad = torch.stack(filled)
+                self._bind(name, leaf.grad, [gradient is not None for gradient in own])
+
+    def deal_out(self, lanes: Collection[Lane]) -> None:
+        """Give `lanes` what a backward pass has computed for them."""
+        everyone = len(lanes) == len(self.lanes)
+        for name, leaf in self._leaves.items():
+            if leaf.grad is None:
+                continue
+            if leaf.grad.is_sparse:
+                leaf.grad = leaf.grad.to_dense()
+            if not leaf.grad.is_contiguous():  # fused kernels of torch.optim read a gradient without its strides
+                leaf.grad = leaf.grad.contiguous()
+                self._rows.pop(name, None)
+            rows = self._rows.get(name)
+            if rows is None and everyone and all(parameter.grad is None for parameter in self._own[name]):
+                self._bind(name, leaf.grad, [True] * len(self.lanes))
+                continue
+            rows = rows or (None,) * len(self.lanes)
+            has = []
+            for row, lane in enumerate(self.lanes):
+                gradient = self._own[name][row].grad
+                if gradient is not None and gradient is not rows[row]:
+                    # Besides through the array, the lane's own code has used this parameter itself.
+                    leaf.grad[row].add_(gradient)
+                has.append(gradient is not None or lane in lanes)
+            if not all(has):  # rows of lanes that take no part are nothing that anybody has computed
+                leaf.grad[torch.tensor([not own for own in has], device=leaf.grad.device)] = 0
+            if any(own and row is None for own, row in zip(has, rows, strict=True)) or rows.count(None) < has.count(
+                False
+            ):
+                self._bind(name, leaf.grad, has)
+
+    def bound(self, name: str) -> Tensor | None:
+        """The stacked gradient of a parameter, [lanes, ...], if the lanes' own are all rows of it."""
+        leaf, rows = self._leaves.get(name), self._rows.get(name)
+        if leaf is None or leaf.grad is None or rows is None:
+            return None
+        own = self._own[name]
+        same = all(row is not None and parameter.grad is row for parameter, row in zip(own, rows, strict=True))
+        return leaf.grad if same else None
+
+    def gradient(self, name: str) -> Tensor | None:
+        """The gradient of a parameter, [lanes, ...], if every lane has one."""
+        stacked = self.bound(name)
+        if stacked is not None or name not in self._own:
+            return stacked
+        given = [parameter.grad for parameter in self._own[name] if parameter.grad is not None]
+        return torch.stack(given) if len(given) == len(self._own[name]) else None
+
+    def _bind(self, name: str, gradient: Tensor, has: list[bool]) -> None:
+        """Make the lanes' own gradients rows of the stacked one."""
+        rows = tuple(row if own else None for row, own in zip(gradient.unbind(), has, strict=True))
+        self._rows[name] = rows
+        for parameter, row in zip(self._own[name], rows, strict=True):
+            parameter.grad = row

@@ -1,0 +1,7 @@
+"""Training loops of the user's own: `prepare` and its like, and the hub that brings lanes together."""
+
+from __future__ import annotations
+
+from hfta_tune.loops._prepare import accumulate, backward, clip_grad_norm_, clip_grad_value_, prepare, unprepare
+
+__all__ = ["accumulate", "backward", "clip_grad_norm_", "clip_grad_value_", "prepare", "unprepare"]

@@ -1,0 +1,345 @@
+"""Which lanes of a hub share an array, and what is done when they ask for the same thing."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfta_tune.fusion import LANE_BY_LANE, VMAP, FusionError, FusionWarning, VmapFailed, first_line
+from hfta_tune.fusion.calls import CalledArray, call_function
+from hfta_tune.fusion.gradient_rows import GradientRows
+from hfta_tune.fusion.parts import part_of
+from hfta_tune.loops._hub import Hub, LoopLane
+from hfta_tune.loops._trial import ON_ITS_OWN, LoopTrial
+
+__all__ = ["Fusion"]
+
+_STRATEGIES = {"auto": (VMAP, LANE_BY_LANE), VMAP: (VMAP,), LANE_BY_LANE: (LANE_BY_LANE,)}
+
+
+class Fusion:
+    """Serves the lanes of a hub: calls of models and criteria, backward passes, optimizer steps.
+
+    Lanes of equal signature that ask for the same thing make an array. Where only some of an array's lanes ask, they
+    leave it for an array of their own, and meet the others again where they ask together.
+
+    Args:
+        hub: The hub.
+        strategy: "auto" measures on each array whether calls for all lanes are faster than each lane's own. "vmap" or
+            "lane by lane" keeps to that one where it can.
+    """
+
+    def __init__(self, hub: Hub, *, strategy: str = "auto") -> None:
+        self.hub = hub
+        self._strategies = _STRATEGIES[strategy]
+        self._keys: dict[Hashable, int] = {}
+        self._functions: dict[Hashable, int] = {}
+        self._hopeless: set[int] = set()
+        self._most: dict[int, int] = {}
+        self._numbers = itertools.count()
+        self._trials: dict[Any, LoopTrial] = {}
+        self._said: set[str] = set()
+        self._functions_alone: set[int] = set()
+        self._in_backward = False
+        self._stepped: tuple[CalledArray, float] | None = None
+        self._calls = 0
+
+    # Trials and arrays
+
+    def key_of(self, signature: Hashable) -> int:
+        """A number for a signature."""
+        return self._keys.setdefault(signature, len(self._keys))
+
+    def function_key(self, function: Hashable) -> int:
+        """A number for a function by what tells it from others."""
+        return self._functions.setdefault(function, len(self._functions))
+
+    def is_hopeless(self, key: int) -> bool:
+        """Whether lanes of a signature turned out not to run under vmap."""
+        return key in self._hopeless
+
+    def take_out(self, trial: LoopTrial) -> None:
+        """A lane leaves its array, with its state."""
+        array, trial.array = trial.array, None
+        if array is not None:
+            array.change_lanes(leave=[trial.lane])
+            self._settle(array)
+        self._trials.pop(trial.lane, None)
+
+    def forget(self, trial: LoopTrial) -> None:
+        """A trial has ended."""
+        trial.used.clear()
+
+    def warn_once(self, message: str) -> None:
+        """Say something that the user should know, once."""
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(message, FusionWarning, stacklevel=2)
+
+    def _settle(self, array: CalledArray) -> None:
+        alone = array.strategy == LANE_BY_LANE
+        for lane in array.lanes:
+            self._trials[lane].alone = alone
+
+    def _arrays(self, lanes: Sequence[LoopLane]) -> list[tuple[CalledArray, list[LoopLane]]]:
+        """Arrange lanes that ask for the same thing such that each array has no others."""
+        trials = [lane.trial for lane in lanes]
+        first = trials[0].array
+        if first is not None and len(first.lanes) == len(lanes) and all(trial.array is first for trial in trials):
+            return [(first, self._in_order(first, lanes))]
+        self._part([trial for trial in trials if trial.array is not None])
+        most = self._most.get(trials[0].key, len(trials))
+        joining = [trial for trial in trials if trial.array is None]
+        arrays = {id(trial.array): trial.array for trial in trials if trial.array is not None}
+        ripe = [a for a in arrays.values() if all(self._trials[lane].settled_until <= self._calls for lane in a.lanes)]
+        if not ripe or len(ripe[0].lanes) >= most:
+            ripe.append(self._new_array(trials[0]))
+        home, *others = sorted(ripe, key=lambda array: -len(array.lanes))
+        moving = [self._trials[lane] for array in others for lane in array.lanes]
+        for array in others:
+            array.change_lanes(leave=list(array.lanes))
+        for trial in (*moving, *joining):
+            if len(home.lanes) >= most:
+                self._settle(home)
+                home = self._new_array(trial)
+            self._trials[trial.lane] = trial
+            trial.array = home
+            home.change_lanes(join=[trial.lane])
+        self._settle(home)
+        found: dict[int, tuple[CalledArray, list[LoopLane]]] = {}
+        for lane in lanes:
+            found.setdefault(id(lane.trial.array), (lane.trial.array, []))[1].append(lane)
+        return [(array, self._in_order(array, own)) for array, own in found.values()]
+
+    def _new_array(self, trial: LoopTrial) -> CalledArray:
+        strategies = (LANE_BY_LANE,) if trial.key in self._hopeless else self._strategies
+        return CalledArray(trial.device, number=next(self._numbers), strategies=strategies, check=self._check)
+
+    def _part(self, trials: Sequence[LoopTrial]) -> None:
+        """Give those of an array's lanes that ask an array without the others."""
+        asking: dict[int, list[LoopTrial]] = {}
+        for trial in trials:
+            asking.setdefault(id(trial.array), []).append(trial)
+        for own in asking.values():
+            array = own[0].array
+            assert array is not None
+            if len(own) == len(array.lanes):
+                continue
+            lanes = {trial.lane for trial in own}
+            others = [self._trials[lane] for lane in array.lanes if lane not in lanes]
+            leaving = own if len(own) <= len(others) else others
+            part = self._new_array(leaving[0])
+            array.change_lanes(leave=[trial.lane for trial in leaving])
+            for trial in leaving:
+                trial.array = part
+                # Who parts again and again is brought together less and less often.
+                trial.splits += 1
+                trial.settled_until = self._calls + 2 ** min(trial.splits, 12)
+            part.change_lanes(join=[trial.lane for trial in leaving])
+            self._settle(array)
+            self._settle(part)
+
+    @staticmethod
+    def _in_order(array: CalledArray, lanes: Sequence[LoopLane]) -> list[LoopLane]:
+        by_lane = {lane.trial.lane: lane for lane in lanes}
+        return [by_lane[lane] for lane in array.lanes]
+
+    # What lanes ask for
+
+    def serve_call(self, lanes: list[LoopLane]) -> None:
+        """Lanes call their models."""
+        self._calls += 1
+        for array, own in self._arrays(lanes):
+            self._call(array, own)
+
+    def _call(self, array: CalledArray, lanes: list[LoopLane]) -> None:
+        if array.strategy == LANE_BY_LANE:
+            self._each_on_its_own(lanes)
+            return
+        payloads = [_payload(lane) for lane in lanes]
+        _, (slot, form, modes, grad, options) = payloads[0]
+        try:
+            with torch.set_grad_enabled(grad):
+                values = array.call(slot, [call for call, _ in payloads], modes, options, (slot, form, modes, grad))
+        except VmapFailed as failure:
+            if isinstance(failure.cause, FusionError):
+                raise failure.cause from None
+            array.give_up_vmap()
+            self._hopeless.add(lanes[0].trial.key)
+            self._settle(array)
+            self._each_on_its_own(lanes)
+            self.warn_once(f"{lanes[0].trial.name} and its like train lane by lane: vmap stopped at {failure}")
+            return
+        except torch.OutOfMemoryError as error:
+            self._halve(array, lanes, error)
+            return
+        if grad:
+            rows = array.gradient_rows()
+            for lane in lanes:
+                if rows not in lane.trial.used:
+                    lane.trial.used.append(rows)
+        for lane, value in zip(lanes, values, strict=True):
+            self.hub.answer(lane, value)
+
+    def _halve(self, array: CalledArray, lanes: list[LoopLane], error: torch.OutOfMemoryError) -> None:
+        if len(lanes) == 1:
+            raise error
+        half = -(-len(lanes) // 2)
+        self._most[lanes[0].trial.key] = half
+        self.warn_once(
+            f"{len(lanes)} lanes do not fit into memory ({first_line(error)}). They train on in arrays of {half}. "
+            "Set B to that."
+        )
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self._part([lane.trial for lane in lanes[:half]])
+        for own in (lanes[:half], lanes[half:]):
+            self._call(own[0].trial.array, self._in_order(own[0].trial.array, own))
+
+    def _each_on_its_own(self, lanes: Sequence[LoopLane]) -> None:
+        for lane in lanes:
+            self.hub.answer(lane, ON_ITS_OWN)
+
+    def serve_function(self, lanes: list[LoopLane]) -> None:
+        """Lanes call a criterion."""
+        groups: dict[int, list[LoopLane]] = {}
+        for lane in lanes:  # of one array, so that the outputs of its models need not be copied
+            groups.setdefault(id(lane.trial.array), []).append(lane)
+        for own in groups.values():
+            array = own[0].trial.array
+            if len(own) == 1 or array is None:
+                self._each_on_its_own(own)
+                continue
+            whole = len(own) == len(array.lanes)
+            in_order = self._in_order(array, own) if whole else own
+            self._call_function(in_order, array.lanes if whole else tuple(lane.trial.lane for lane in own))
+
+    def _call_function(self, lanes: list[LoopLane], of: tuple[Any, ...]) -> None:
+        payloads = [_payload(lane) for lane in lanes]
+        _, function, (key, _, grad, options) = payloads[0]
+        if key in self._functions_alone:
+            self._each_on_its_own(lanes)
+            return
+        calls = [call for call, _, _ in payloads]
+        try:
+            with torch.set_grad_enabled(grad):
+                values = call_function(function, calls, of, options, self._check)
+        except VmapFailed as failure:
+            self._functions_alone.add(key)
+            self.warn_once(f"A prepared criterion is called lane by lane: vmap stopped at {failure}")
+            self._each_on_its_own(lanes)
+            return
+        for lane, value in zip(lanes, values, strict=True):
+            self.hub.answer(lane, value)
+
+    def serve_backward(self, lanes: list[LoopLane]) -> None:
+        """Lanes give their losses to backward()."""
+        rows: dict[int, GradientRows] = {id(own): own for lane in lanes for own in lane.trial.used}
+        for own in rows.values():
+            own.collect()
+        asking = {lane.trial.lane for lane in lanes}
+        retain = _payload_key(lanes[0]) or any(
+            lane not in asking and lane in self._trials for own in rows.values() for lane in own.lanes
+        )
+        roots, weights = _roots([_payload(lane) for lane in lanes])
+        self._in_backward = True
+        try:
+            torch.autograd.backward(roots, weights, retain_graph=retain)
+        finally:
+            self._in_backward = False
+        for own in rows.values():
+            own.deal_out([lane for lane in own.lanes if lane in asking])
+        for lane in lanes:
+            self.hub.answer(lane, None)
+
+    def serve_clip(self, lanes: list[LoopLane]) -> None:
+        """Lanes clip their gradients."""
+        for array, own in self._arrays(lanes):
+            limits = [_payload(lane)[0] for lane in own]
+            _, how, names = _payload(own[0])
+            norms = None if array.strategy == LANE_BY_LANE else array.clip(names, limits, how)
+            if norms is None:
+                self._each_on_its_own(own)
+                continue
+            for lane, norm in zip(own, norms, strict=True):
+                self.hub.answer(lane, norm)
+
+    def serve_step(self, lanes: list[LoopLane]) -> None:
+        """Lanes step an optimizer."""
+        self._calls += 1
+        arrays = self._arrays(lanes)
+        for array, own in arrays:
+            payloads = [_payload(lane) for lane in own]
+            array.step(payloads[0][0], [bare for _, bare in payloads])
+            for lane in own:
+                trial = lane.trial
+                trial.used = [rows for rows in trial.used if array.uses(rows)]
+                error, trial.lane.error = trial.lane.error, None
+                if error is not None:
+                    self.hub.answer_error(lane, error)
+                else:
+                    self.hub.answer(lane, None)
+        self._measure(arrays[0][0] if len(arrays) == 1 else None)
+        for array, _ in arrays:
+            self._settle(array)
+
+    def _measure(self, array: CalledArray | None) -> None:
+        """Record the time since the last step, if nothing but steps of one array came between."""
+        now = time.perf_counter()
+        if array is not None and array.measuring:
+            if array.lanes and self._trials[array.lanes[0]].device.type == "cuda":
+                torch.cuda.synchronize()
+                now = time.perf_counter()
+            if self._stepped is not None and self._stepped[0] is array:
+                array.record(now - self._stepped[1])
+        self._stepped = None if array is None else (array, now)
+
+    def interrupted(self) -> None:
+        """What follows is no part of a step: an epoch begins, say."""
+        self._stepped = None
+
+    def _check(self, gradient: Tensor) -> None:
+        """Called when a backward pass comes to what lanes were handed out."""
+        if not self._in_backward:
+            raise FusionError(
+                "loss.backward() was called on what a prepared model returned. Call hfta_tune.backward(loss) instead: "
+                "other trials share the graph."
+            )
+
+
+def _payload(lane: LoopLane) -> Any:
+    assert lane.request is not None
+    return lane.request.payload
+
+
+def _payload_key(lane: LoopLane) -> bool:
+    assert lane.request is not None
+    return bool(lane.request.key)
+
+
+def _roots(losses: Sequence[tuple[Tensor, float]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Where backward passes begin, and with what gradients: losses that were handed out of one tensor begin there."""
+    roots: list[Tensor] = []
+    weights: list[Tensor] = []
+    wholes: dict[int, tuple[Tensor, dict[int, float]]] = {}
+    for loss, scale in losses:
+        part = part_of(loss)
+        if part is not None and part.whole.dim() == 1 and part.row not in wholes.get(id(part.whole), (None, ()))[1]:
+            wholes.setdefault(id(part.whole), (part.whole, {}))[1][part.row] = scale
+        else:
+            roots.append(loss)
+            weights.append(torch.full_like(loss, scale))
+    for whole, rows in wholes.values():
+        roots.append(whole)
+        if len(rows) == len(whole) and len(set(rows.values())) == 1:
+            weights.append(torch.full_like(whole, next(iter(rows.values()))))
+        else:
+            weight = [rows.get(row, 0.0) for row in range(len(whole))]
+            weights.append(torch.tensor(weight, dtype=whole.dtype, device=whole.device))
+    return roots, weights

@@ -1,0 +1,420 @@
+"""The hub: the lanes' own loops, each in a greenlet, brought together where they ask for the same thing."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from hfta_tune.loops._modes import Modes
+
+__all__ = ["Ended", "Hub", "LoopLane", "Request", "current_lane"]
+
+logger = logging.getLogger(__name__)
+
+_OURS = str(Path(__file__).parent.parent)
+_TORCH = str(Path(torch.__file__).parent)
+_SECONDS_OF_SILENCE = 60.0
+# A lane at the beginning of an epoch waits for the others to come there, but not for ever.
+_MOST_PASSES = 16
+
+
+class _LaneGreenlet(greenlet):  # type: ignore[misc]
+    lane: LoopLane | None = None
+
+
+def current_lane() -> LoopLane | None:
+    """The lane whose own code runs now, or None outside fused runs."""
+    return getattr(getcurrent(), "lane", None)
+
+
+@dataclass(slots=True)
+class Request:
+    """What a lane waits for.
+
+    Attributes:
+        kind: Who carries it out.
+        key: Lanes with equal kind and key are served together.
+        stage: Of several, those of a lower stage are served first.
+        payload: What the lane gives.
+        opens: Whether lanes begin an epoch with it: so they wait for others that may come.
+        length: How long that epoch is, in batches, as far as is known.
+    """
+
+    kind: Callable[[list[LoopLane]], None]
+    key: Hashable
+    stage: int
+    payload: Any
+    opens: bool = False
+    length: float = 0.0
+
+
+class _Raise:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a lane's function ended: with its value, or with what it raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Company:
+    """Lanes that go through an epoch together."""
+
+    turns: int = 0
+
+
+@dataclass(eq=False)
+class LoopLane:
+    """A lane whose trial has a loop of its own.
+
+    Attributes:
+        name: The trial's name, for messages.
+        hub: Whose lane it is.
+        request: What it waits for.
+        modes: The modes of torch in which it waits.
+        parked: What it was parked with; it goes on only when it is told to.
+        ended: How its function ended.
+        trial: What the lane trains, once its code has prepared something.
+        company: With whom it goes through an epoch.
+        batch: How many batches of the epoch it has read, or how often its optimizers have stepped.
+        operations: What it has asked for since the last batch.
+        passes: How often others were served while it waited to begin an epoch.
+        random_state: torch's random state as the lane's own code has seeded it, or None.
+    """
+
+    name: str
+    hub: Hub
+    greenlet: greenlet = field(init=False)
+    request: Request | None = None
+    modes: Modes | None = None
+    parked: Any = None
+    is_parked: bool = False
+    ended: Ended | None = None
+    trial: Any = None
+    company: _Company = field(default_factory=_Company)
+    in_epoch: bool = False
+    batch: int = 0
+    operations: int = 0
+    passes: int = 0
+    random_state: torch.Tensor | None = None
+    _result: Any = None
+
+    def wait(self, request: Request) -> Any:
+        """Let the hub carry out a request together with those of other lanes; return its result.
+
+        Raises:
+            Exception: what the hub raises in this lane.
+        """
+        hub = self.hub
+        hub.keep_random_state(self)
+        self.request = request
+        self.operations += 1
+        self.modes = modes = Modes.set_aside(hub.function_modes, hub.dispatch_modes)
+        try:
+            result = hub.greenlet.switch()
+        finally:
+            self.modes = None
+            if modes is not None:
+                modes.take_up()
+        if type(result) is _Raise:
+            raise result.error
+        return result
+
+    def park(self, value: Any) -> Any:
+        """Stop here until `Hub.wake`, and return what that gives."""
+        self.parked, self.is_parked = value, True
+        return self.wait(_PARKED)
+
+    def next_batch(self) -> None:
+        """Its code has gone on to the next batch, or its optimizers have stepped."""
+        self.batch += 1
+        self.operations = 0
+
+    def place(self) -> str:
+        """Where its own code is: file, line and function."""
+        frame: FrameType | None = self.greenlet.gr_frame
+        if frame is None:  # it is the one that runs
+            frame = sys._current_frames().get(self.hub.thread)
+        return place_in_own_code(frame)
+
+
+def place_in_own_code(frame: FrameType | None) -> str:
+    """The innermost frame that is neither of this package nor of torch."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_OURS, _TORCH)) and "/greenlet/" not in name:
+            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "no line of its own code"
+
+
+def _nothing(lanes: list[LoopLane]) -> None:
+    raise AssertionError("a parked lane is not served")
+
+
+_PARKED = Request(_nothing, "parked", 0, None)
+
+
+class Hub:
+    """Runs the lanes' functions in greenlets of the calling thread, and serves what they ask for.
+
+    When all of them wait, those that ask for the same thing are served together. Nobody waits for ever: where lanes
+    ask for different things, one group after the other is served, such that those behind catch up.
+
+    Args:
+        silence: Seconds without a sign of any lane after which a log line says where the lanes are.
+    """
+
+    def __init__(self, *, silence: float = _SECONDS_OF_SILENCE) -> None:
+        self.greenlet = getcurrent()
+        self.thread = threading.get_ident()
+        self.lanes: list[LoopLane] = []
+        self.served = 0
+        self.running: LoopLane | None = None
+        self._ready: deque[LoopLane] = deque()
+        self.function_modes = torch._C._len_torch_function_stack()
+        self.dispatch_modes = torch._C._len_torch_dispatch_stack()
+        self.fusion: Any = None
+        self._seeds = 0
+        self._stream = torch.get_rng_state()
+        self._mark()
+        self._watch = _Watch(weakref.ref(self), silence)
+
+    def start(self, name: str, function: Callable[[], Any]) -> LoopLane:
+        """Give a trial a lane; its function begins with the next `run`."""
+        lane = LoopLane(name, self)
+
+        def run(_: Any) -> None:
+            try:
+                lane.ended = Ended(value=function())
+            except GreenletExit:
+                lane.ended = Ended(error=GreenletExit())
+            except BaseException as error:
+                lane.ended = Ended(error=error)
+
+        lane.greenlet = _LaneGreenlet(run, self.greenlet)
+        lane.greenlet.gr_context = contextvars.copy_context()
+        # It is as far as those that are least far.
+        lane.company.turns = min((other.company.turns for other in self.lanes), default=0)
+        lane.batch = min((other.batch for other in self.lanes if not other.in_epoch), default=0)
+        lane.greenlet.lane = lane
+        self.lanes.append(lane)
+        self._ready.append(lane)
+        return lane
+
+    def wake(self, lane: LoopLane, value: Any = None) -> None:
+        """Let a parked lane go on."""
+        lane.is_parked, lane.parked = False, None
+        self.answer(lane, value)
+
+    def stop(self, lane: LoopLane) -> None:
+        """End a lane's function where it waits, as if it had been killed there; its finally clauses run."""
+        if lane in self._ready:
+            self._ready.remove(lane)
+        if lane.ended is None:
+            lane.is_parked, lane.request = False, None
+            self.greenlet = getcurrent()
+            lane.greenlet.parent = self.greenlet
+            lane.greenlet.throw(GreenletExit)
+        self._forget(lane)
+
+    def close(self) -> None:
+        """Stop all lanes."""
+        for lane in list(self.lanes):
+            self.stop(lane)
+        self._watch.stop()
+        torch.set_rng_state(self._stream)
+
+    # The lanes' turns
+
+    def run(self) -> list[LoopLane]:
+        """Run until at least one lane has ended or is parked, or none is left to run; return those."""
+        self.greenlet, self.thread = getcurrent(), threading.get_ident()
+        while True:
+            stopped = self._run_ready()
+            if stopped:
+                return stopped
+            waiting = [lane for lane in self.lanes if not lane.is_parked]
+            if not waiting:
+                return []
+            self._serve(waiting)
+
+    def _run_ready(self) -> list[LoopLane]:
+        stopped = []
+        while self._ready:
+            lane = self._ready.popleft()
+            result, lane._result, lane.request = lane._result, None, None
+            self.running = lane
+            if lane.greenlet.parent is not self.greenlet:
+                lane.greenlet.parent = self.greenlet
+            try:
+                lane.greenlet.switch(result)
+            finally:
+                self.running = None
+            if lane.ended is not None:
+                self.keep_random_state(lane)
+                self._forget(lane)
+                stopped.append(lane)
+            elif lane.is_parked:
+                stopped.append(lane)
+        return stopped
+
+    def answer(self, lane: LoopLane, value: Any) -> None:
+        """Give a waiting lane its result."""
+        lane._result = value
+        self._ready.append(lane)
+
+    def answer_error(self, lane: LoopLane, error: BaseException) -> None:
+        """Raise an error in a waiting lane."""
+        self.answer(lane, _Raise(error))
+
+    def _serve(self, waiting: Sequence[LoopLane]) -> None:
+        group = self._choose(waiting)
+        request = group[0].request
+        assert request is not None
+        self.served += 1
+        try:
+            request.kind(group)
+        except Exception as error:
+            for lane in group:
+                if lane not in self._ready:
+                    self.answer_error(lane, error)
+        for company in {lane.company for lane in group}:
+            company.turns += 1
+
+    def _choose(self, waiting: Sequence[LoopLane]) -> list[LoopLane]:
+        first = waiting[0].request
+        assert first is not None
+        if all(
+            lane.request is not None and lane.request.kind is first.kind and lane.request.key == first.key
+            for lane in waiting
+        ):
+            return list(waiting)
+        groups: dict[Hashable, list[LoopLane]] = {}
+        for lane in waiting:
+            assert lane.request is not None
+            groups.setdefault((lane.request.kind, lane.request.key), []).append(lane)
+        opening = [group for group in groups.values() if _request_of(group[0]).opens]
+        others = [group for group in groups.values() if not _request_of(group[0]).opens]
+        # Who is in the middle of an epoch will come to the end of it; who has no epochs need not be waited for.
+        if opening and (not any(lane.in_epoch for group in others for lane in group) or _patience_is_over(opening)):
+            chosen = min(opening, key=lambda group: (-max(lane.passes for lane in group) // _MOST_PASSES, _length(group)))
+        else:
+            chosen = min(others, key=_rank)
+        for group in opening:
+            if group is not chosen:
+                for lane in group:
+                    lane.passes += 1
+        return chosen
+
+    def _forget(self, lane: LoopLane) -> None:
+        if lane in self.lanes:
+            self.lanes.remove(lane)
+        if lane.trial is not None:
+            lane.trial.leave()
+
+    def join(self, lanes: Iterable[LoopLane]) -> None:
+        """These lanes begin an epoch together."""
+        lanes = list(lanes)
+        company = _Company(min(lane.company.turns for lane in lanes))
+        for lane in lanes:
+            lane.company, lane.in_epoch = company, True
+            lane.batch = lane.operations = lane.passes = 0
+
+    def where(self) -> str:
+        """Where every lane's own code is, a line each."""
+        return "\n".join(f"  {lane.name}: {lane.place()}" for lane in list(self.lanes))
+
+    # Random numbers
+
+    def keep_random_state(self, lane: LoopLane) -> None:
+        """Keep what a lane's own code has seeded as the lane's, and go on with the stream that all lanes share."""
+        if torch.initial_seed() != self._mark_seed:
+            lane.random_state = torch.get_rng_state()
+            self._mark()
+
+    def _mark(self) -> None:
+        """Seed the shared stream such that a seed of the lanes' own code shows."""
+        self._seeds += 1
+        generator = torch.Generator()
+        generator.set_state(self._stream)
+        self._mark_seed = int(torch.randint(2**62, (), generator=generator)) + self._seeds
+        torch.default_generator.manual_seed(self._mark_seed)
+
+
+def _request_of(lane: LoopLane) -> Request:
+    assert lane.request is not None
+    return lane.request
+
+
+def _rank(group: Sequence[LoopLane]) -> tuple[int, int, int, int]:
+    behind = min(group, key=lambda lane: (lane.company.turns, lane.batch, lane.operations))
+    return behind.company.turns, behind.batch, behind.operations, _request_of(group[0]).stage
+
+
+def _length(group: Sequence[LoopLane]) -> float:
+    return _request_of(group[0]).length
+
+
+def _patience_is_over(opening: Sequence[Sequence[LoopLane]]) -> bool:
+    """Whether lanes have waited to begin an epoch for longer than others can be expected to need for theirs."""
+    longest = max(map(_length, opening))
+    most = 64 + 16 * longest
+    return any(lane.passes > most for group in opening for lane in group)
+
+
+class _Watch:
+    """Says in the log where the lanes are when nothing has gone on for long."""
+
+    def __init__(self, hub: weakref.ref[Hub], silence: float) -> None:
+        self._hub = hub
+        self._silence = silence
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name="hfta_tune watch", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        seen, since, said = -1, time.monotonic(), False
+        while not self._stopped.wait(self._silence / 10):
+            hub = self._hub()
+            if hub is None:
+                return
+            if hub.served != seen or hub.running is None:
+                seen, since, said = hub.served, time.monotonic(), False
+            elif not said and time.monotonic() - since > self._silence:
+                said = True
+                self._say(hub, time.monotonic() - since)
+            del hub
+
+    @staticmethod
+    def _say(hub: Hub, seconds: float) -> None:
+        running = hub.running
+        name = "a lane" if running is None else running.name
+        logger.warning(
+            "For %.0f s, %s has been running its own code, and %d other lanes wait for it: they share a thread, so code "
+            "that waits for another trial waits for ever. Where they are:\n%s",
+            seconds,
+            name,
+            max(0, len(hub.lanes) - 1),
+            hub.where(),
+        )

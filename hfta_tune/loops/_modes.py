@@ -1,0 +1,75 @@
+"""torch's modes of the running thread, which all lanes of a hub share: each lane takes its own with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _python_dispatch as dispatch
+
+__all__ = ["Modes"]
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(slots=True)
+class Modes:
+    """The modes that a lane's own code has set where it calls for something that is done for all lanes.
+
+    Attributes:
+        grad: Whether gradients are on.
+        autocast: {device: dtype} of those devices on which autocast is on.
+    """
+
+    grad: bool
+    autocast: dict[str, torch.dtype]
+    _normal: Any = None
+    _functions: list[Any] | None = None
+    _dispatchers: list[Any] | None = None
+
+    @classmethod
+    def set_aside(cls, function_modes: int, dispatch_modes: int) -> Modes | None:
+        """Leave the modes that a lane has entered; None if there are none.
+
+        Args:
+            function_modes: How many torch function modes there are without the lane's.
+            dispatch_modes: How many torch dispatch modes there are without the lane's.
+        """
+        grad = torch.is_grad_enabled()
+        inference = torch.is_inference_mode_enabled()
+        autocast = {
+            device: torch.get_autocast_dtype(device)
+            for device in _AUTOCAST_DEVICES
+            if torch.is_autocast_enabled(device)
+        }
+        functions = torch._C._len_torch_function_stack() - function_modes
+        dispatchers = torch._C._len_torch_dispatch_stack() - dispatch_modes
+        if grad and not (inference or autocast or functions or dispatchers):
+            return None
+        modes = cls(grad and not inference, autocast)
+        # The innermost first, and back in the opposite order.
+        modes._dispatchers = [dispatch._pop_mode() for _ in range(dispatchers)]
+        modes._functions = [torch.overrides._pop_mode() for _ in range(functions)]
+        if inference:
+            modes._normal = torch.inference_mode(False)
+            modes._normal.__enter__()
+        for device in autocast:
+            torch.set_autocast_enabled(device, False)
+        torch.set_grad_enabled(True)
+        return modes
+
+    def take_up(self) -> None:
+        """Enter the modes again."""
+        if self._normal is not None:
+            self._normal.__exit__(None, None, None)
+            torch.set_grad_enabled(False)
+        elif not self.grad:
+            torch.set_grad_enabled(False)
+        for device, dtype in self.autocast.items():
+            torch.set_autocast_enabled(device, True)
+            torch.set_autocast_dtype(device, dtype)
+        for mode in reversed(self._functions or ()):
+            torch.overrides._push_mode(mode)
+        for mode in reversed(self._dispatchers or ()):
+            dispatch._push_mode(mode)

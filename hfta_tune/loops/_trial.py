@@ -1,0 +1,294 @@
+"""What one lane trains: the models, optimizers and criteria that its code has prepared."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from greenlet import getcurrent
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from hfta_tune.fusion import FusionError, Lane, Options, form_of_optimizer, obstacle_of_optimizers, optimizer_split
+from hfta_tune.fusion.calls import Call, CalledArray
+from hfta_tune.fusion.comparison import comparable, first_incomparable
+from hfta_tune.fusion.gradient_rows import GradientRows
+from hfta_tune.fusion.signature import model_signature
+from hfta_tune.loops._classes import as_bare
+from hfta_tune.loops._hub import LoopLane, Request
+
+if TYPE_CHECKING:
+    from hfta_tune.loops._fusion import Fusion
+
+__all__ = ["ON_ITS_OWN", "LoopTrial", "form_of_call"]
+
+_MODEL, _FUNCTION, _BACKWARD, _CLIP, _STEP = range(5)
+"""The stages of a training step: lanes that are behind are served first."""
+
+ON_ITS_OWN: Any = object()
+"""The answer to a lane that is to do what it asked for by itself."""
+
+_OPTIONS = {False: Options("32"), True: Options("bf16")}
+
+
+class LoopTrial:
+    """A lane's prepared objects, and the array in which they are trained.
+
+    Attributes:
+        loop: The lane's loop.
+        name: For messages.
+        lane: The lane as arrays know it: all models of the trial as one, and the optimizers by number.
+        key: Of the signature; trials with equal keys may share an array.
+        obstacle: Why the trial cannot be fused, or None.
+        array: The array, once it has one.
+        alone: Whether the lane calls its own models by itself.
+        used: The gradients that a backward pass of this lane may reach.
+    """
+
+    def __init__(self, loop: LoopLane, fusion: Fusion) -> None:
+        self.loop = loop
+        self.name = f"trial {loop.name}"
+        self.obstacle: str | None = None
+        self.array: CalledArray | None = None
+        self.alone = False
+        self.used: list[GradientRows] = []
+        self.key = -1
+        self.settled_until = 0
+        self.splits = 0
+        self.lane: Lane = Lane(self.name, nn.ModuleDict(), {})
+        self.device = torch.device("cpu")
+        self._fusion = fusion
+        self._models: list[tuple[weakref.ref[nn.Module], nn.Module]] = []
+        self._optimizers: list[Optimizer] = []
+        self._slots: dict[int, str] = {}
+        self._modules: list[nn.Module] = []
+        self._parameters: list[nn.Parameter] = []
+        self._names: dict[int, str] = {}
+        self._seen: Any = None
+
+    # What belongs to it
+
+    def add(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+        """Take in further models and optimizers; what nobody holds any more goes."""
+        known = {id(model) for model in self._slots_of_models()}
+        self._models += [(weakref.ref(model), model) for model in models if id(model) not in known]
+        for optimizer in optimizers:
+            if not self.has(optimizer):
+                self._optimizers.append(optimizer)
+                self._patch(optimizer)
+        self.sign()
+
+    def has(self, optimizer: Optimizer) -> bool:
+        """Whether it has prepared this optimizer."""
+        return any(optimizer is own for own in self._optimizers)
+
+    @property
+    def can_be_judged(self) -> bool:
+        """Whether it has models and optimizers, so that what stands in the way is no matter of order."""
+        return bool(self._models and self._optimizers)
+
+    def _slots_of_models(self) -> list[nn.Module]:
+        return [model for _, model in self._models]
+
+    def sign(self) -> None:
+        """Read the signature of what is trained; the lane leaves its array."""
+        self._fusion.take_out(self)
+        models = self._slots_of_models()
+        container = nn.ModuleDict({str(number): model for number, model in enumerate(models)})
+        self._slots = {id(model): str(number) for number, model in enumerate(models)}
+        optimizers = {str(number): optimizer for number, optimizer in enumerate(self._optimizers)}
+        self.lane = Lane(self.name, container, optimizers)
+        with as_bare(models):
+            signature = model_signature(container)
+        self.obstacle = signature.obstacle or obstacle_of_optimizers(optimizers)
+        self._names = {id(parameter): name for name, parameter in container.named_parameters()}
+        split: Any = ()
+        try:
+            split = tuple(optimizer_split(container, optimizer) for optimizer in self._optimizers)
+        except KeyError:
+            self.obstacle = self.obstacle or (
+                "an optimizer trains parameters of no prepared model; pass all its models to prepare() as well"
+            )
+        devices = {tensor.device for tensor in (*container.parameters(), *container.buffers())}
+        if len(devices) > 1:
+            self.obstacle = self.obstacle or f"its models are on several devices ({', '.join(map(str, devices))})"
+        self.device = next(iter(devices), torch.device("cpu"))
+        forms = tuple(form_of_optimizer(optimizer) for optimizer in self._optimizers)
+        self._modules = list(container.modules())
+        self._parameters = list(container.parameters())
+        self._seen = None
+        self.key = self._fusion.key_of((signature.key, split, forms, self.device))
+        if not models:
+            self.obstacle = self.obstacle or "it has prepared no model"
+        self.alone = self.obstacle is not None or self._fusion.is_hopeless(self.key)
+
+    def leave(self) -> None:
+        """The lane's function has ended."""
+        self._fusion.take_out(self)
+        for optimizer in self._optimizers:
+            for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
+                vars(optimizer).pop(name, None)
+        self._fusion.forget(self)
+
+    def own_storage(self) -> None:
+        """Give the lane's tensors storage of their own until it is called again."""
+        self._fusion.take_out(self)
+
+    def interrupted(self) -> None:
+        """What follows is no part of a training step."""
+        self._fusion.interrupted()
+
+    def check(self) -> None:
+        """See whether the lane's code has changed its models in a way that cannot be followed.
+
+        Raises:
+            FusionError: if parameters were replaced.
+        """
+        if len(self._parameters) != len(set(map(id, self.lane.model.parameters())) & set(map(id, self._parameters))):
+            raise FusionError(
+                f"{self.name}: a parameter of a prepared model was replaced by another. Change models before prepare(), "
+                "or make the new model ready with prepare() and an optimizer of its own."
+            )
+
+    # What its code asks for
+
+    def call(self, model: nn.Module, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A prepared model is called."""
+        if self.alone:
+            return bare(*args, **kwargs)
+        slot = self._slots.get(id(model))
+        options = self._options()
+        if slot is None or options is None:
+            return bare(*args, **kwargs)
+        modes = self._modes()
+        if self.alone:  # what has changed cannot be fused
+            return bare(*args, **kwargs)
+        call, form = form_of_call(args, kwargs)
+        grad = torch.is_grad_enabled()
+        kind = (slot, form, modes, grad, options)
+        answer = self.loop.wait(Request(self._fusion.serve_call, (self.key, *kind), _MODEL, (call, kind)))
+        return bare(*args, **kwargs) if answer is ON_ITS_OWN else answer
+
+    def call_function(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A prepared criterion is called."""
+        options = self._options()
+        if self.alone or options is None:
+            return function(*args, **kwargs)
+        call, form = form_of_call(args, kwargs)
+        kind = (key, form, torch.is_grad_enabled(), options)
+        request = Request(self._fusion.serve_function, kind, _FUNCTION, (call, function, kind))
+        answer = self.loop.wait(request)
+        return function(*args, **kwargs) if answer is ON_ITS_OWN else answer
+
+    def backward(self, loss: Tensor, scale: float, retain_graph: bool | None) -> None:
+        """A loss is given to backward()."""
+        if self.alone and not self.used:
+            (loss * scale if scale != 1 else loss).backward(retain_graph=retain_graph)
+            return
+        if not loss.requires_grad or loss.numel() != 1:
+            loss.backward()  # torch's own error
+        request = Request(self._fusion.serve_backward, bool(retain_graph), _BACKWARD, (loss, scale))
+        self.loop.wait(request)
+
+    def clip(self, parameters: Sequence[nn.Parameter], limit: float, how: Any, bare: Callable[[], Any]) -> Any:
+        """Gradients are clipped, in place."""
+        names = tuple(self._names.get(id(parameter), "") for parameter in parameters if parameter.grad is not None)
+        if self.alone or not names or "" in names:
+            return bare()
+        request = Request(self._fusion.serve_clip, (self.key, how, names), _CLIP, (limit, how, names))
+        answer = self.loop.wait(request)
+        return bare() if answer is ON_ITS_OWN else answer
+
+    def _patch(self, optimizer: Optimizer) -> None:
+        """Let the optimizer's step be carried out for all lanes at once. It stays the user's own object."""
+        step, load = optimizer.step, optimizer.load_state_dict
+        trial, position = self, str(len(self._optimizers) - 1)
+
+        def fused_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return trial._step(position, step, closure)
+
+        def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+            if not set_to_none:
+                type(optimizer).zero_grad(optimizer, set_to_none=False)
+                return
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+        def state_dict(optimizer: Optimizer) -> dict[str, Any]:
+            # Of a row of the array, torch.save would write the rows of all lanes.
+            state = type(optimizer).state_dict(optimizer)
+            own: dict[str, Any] = pytree.tree_map_only(Tensor, torch.clone, state)
+            return own
+
+        def load_state_dict(optimizer: Optimizer, state: dict[str, Any]) -> None:
+            trial.own_storage()
+            load(state)
+
+        for own in (zero_grad, state_dict, load_state_dict):
+            setattr(optimizer, own.__name__, types.MethodType(own, optimizer))
+        # A method: torch's schedulers wrap it, and look at its __func__.
+        optimizer.step = types.MethodType(fused_step, optimizer)  # type: ignore[method-assign]
+
+    def _step(self, position: str, bare: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        if self.loop.greenlet is not getcurrent() or self.obstacle is not None:
+            return bare() if closure is None else bare(closure)
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        trained = self.lane.trained_by(position)
+        names = frozenset(self._names[id(parameter)] for parameter in trained if parameter.grad is not None)
+        request = Request(self._fusion.serve_step, (self.key, position, names), _STEP, (position, bare))
+        self.loop.wait(request)
+        self.lane.optimizers[position]._opt_called = True  # type: ignore[attr-defined]
+        if not self.loop.in_epoch:
+            self.loop.next_batch()
+        return value
+
+    # How it asks
+
+    def _modes(self) -> tuple[bool, ...]:
+        """Which of its modules train; and whether anything else of its models has changed."""
+        modes = tuple([module.training for module in self._modules])
+        seen = (
+            [(parameter.requires_grad, parameter.data_ptr()) for parameter in self._parameters],
+            sum([len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in self._modules]),
+        )
+        if seen != self._seen:
+            if self._seen is not None and self._changed(seen):
+                self.sign()
+            self._seen = seen
+        return modes
+
+    def _changed(self, seen: Any) -> bool:
+        """Whether what is seen now is another signature, or tensors that are not where the array has them."""
+        if seen[1] != self._seen[1] or any(a[0] != b[0] for a, b in zip(seen[0], self._seen[0], strict=True)):
+            return True
+        return self.array is not None and not self.array.holds(self.lane)
+
+    def _options(self) -> Options | None:
+        """How its calls run, or None if arrays cannot run them so."""
+        if not torch.is_autocast_enabled(self.device.type):
+            return _OPTIONS[False]
+        return _OPTIONS[True] if torch.get_autocast_dtype(self.device.type) == torch.bfloat16 else None
+
+
+def form_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
+    """The arguments of a call as leaves, and what calls must have in common to be made as one."""
+    if not kwargs and all(isinstance(arg, Tensor) for arg in args):
+        return Call(list(args), None), tuple([(arg.shape, arg.dtype) for arg in args])
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    form = tuple(
+        (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else _form_of_value(leaf) for leaf in leaves
+    )
+    return Call(leaves, structure), (repr(structure), form)
+
+
+def _form_of_value(value: Any) -> Any:
+    key = comparable(value)
+    return key if first_incomparable(key) is None else id(value)
