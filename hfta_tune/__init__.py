@@ -10,6 +10,7 @@ from hfta_tune.trainable import FusedTrainable
 from hfta_tune.worker import Worker
 
 if TYPE_CHECKING:
+    from hfta_tune.loops import accumulate, backward, clip_grad_norm_, clip_grad_value_, prepare, unprepare
     from hfta_tune.monitor.check import check
     from hfta_tune.monitor.timeline import plot_timeline
     from hfta_tune.optuna import optimize
@@ -21,14 +22,23 @@ __all__ = [
     "FusionWarning",
     "HFTAPacker",
     "Worker",
+    "accumulate",
+    "backward",
     "check",
+    "clip_grad_norm_",
+    "clip_grad_value_",
     "optimize",
     "plot_timeline",
+    "prepare",
+    "unprepare",
 ]
 
 # The front ends are imported when they are first used: a worker process needs neither.
 _FRONT_ENDS = {
     "HFTAPacker": "hfta_tune.tune",
+    **dict.fromkeys(
+        ("accumulate", "backward", "clip_grad_norm_", "clip_grad_value_", "prepare", "unprepare"), "hfta_tune.loops"
+    ),
     "check": "hfta_tune.monitor.check",
     "optimize": "hfta_tune.optuna",
     "plot_timeline": "hfta_tune.monitor.timeline",

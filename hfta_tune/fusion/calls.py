@@ -32,7 +32,7 @@ ALONE = LANE_BY_LANE
 """The strategy in which lanes call their own models themselves."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """What a lane's code gives to a model or function: the leaves of its arguments, and how to put them together."""
 
@@ -101,6 +101,7 @@ class CalledArray:
         device: Where the lanes' tensors are.
         number: Which array of its owner it is.
         strategies: The candidates, of "vmap" and "lane by lane".
+        choices: What arrays of these lanes' signature have measured so far; shared between them.
         check: Called with a gradient when a backward pass reaches a model's outputs; may raise.
     """
 
@@ -110,6 +111,7 @@ class CalledArray:
         *,
         number: int,
         strategies: Sequence[str] = (VMAP, LANE_BY_LANE),
+        choices: dict[int, StrategyChoice],
         check: Callable[[Tensor], None],
     ) -> None:
         self.number = number
@@ -117,11 +119,20 @@ class CalledArray:
         self._device = device
         self._check = check
         self._stacking = Stacking(device, take_gradients=False)
-        self._choice = StrategyChoice(list(strategies), may_compile=False)
+        self._strategies = tuple(strategies)
+        self._choices = choices
         self._steps: dict[Options, VmappedSteps] = {}
         self._rows: GradientRows | None = None
         self._moves = -1
         self._modes: tuple[bool, ...] | None = None
+
+    @property
+    def _choice(self) -> StrategyChoice:
+        """What was measured with about as many lanes."""
+        size = len(self.lanes).bit_length()
+        if size not in self._choices:
+            self._choices[size] = StrategyChoice(list(self._strategies), may_compile=False)
+        return self._choices[size]
 
     @property
     def strategy(self) -> str:
@@ -146,8 +157,10 @@ class CalledArray:
             logger.info("%d lanes train by the strategy %r; a step: %s.", len(self.lanes), self.strategy, figures)
 
     def give_up_vmap(self) -> None:
-        """Lane by lane from now on."""
-        self._choice.drop(VMAP)
+        """Lane by lane from now on, in all arrays of this signature."""
+        self._strategies = (LANE_BY_LANE,)
+        for choice in self._choices.values():
+            choice.drop(VMAP)
 
     def change_lanes(self, *, leave: Sequence[Lane] = (), join: Sequence[Lane] = ()) -> None:
         """Take lanes out and in. A leaving lane keeps its state for itself; graphs that are there stay usable."""

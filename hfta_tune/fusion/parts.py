@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 __all__ = ["Part", "hand_out", "part_of", "shared", "stacked"]
 
-_ATTRIBUTE = "_hfta_tune_part"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class Part(NamedTuple):
     """That a tensor is row `row` of `whole`, [lanes, ...], whose rows are those of `lanes`."""
 
     whole: Tensor
@@ -35,14 +30,15 @@ def hand_out(whole: Tensor, lanes: tuple[Any, ...], check: Callable[[Tensor], No
     if whole.requires_grad:
         whole.register_hook(check)
     rows = whole.unbind()
+    version = rows[0]._version
     for number, row in enumerate(rows):
-        setattr(row, _ATTRIBUTE, Part(whole, number, lanes, row._version))
+        row._hfta_tune_part = Part(whole, number, lanes, version)  # type: ignore[attr-defined]
     return rows
 
 
 def part_of(tensor: Tensor) -> Part | None:
     """What a tensor is a part of, if it was handed out and nothing has been done to it since."""
-    part: Part | None = getattr(tensor, _ATTRIBUTE, None)
+    part: Part | None = getattr(tensor, "_hfta_tune_part", None)
     return part if part is not None and part.version == tensor._version else None
 
 

@@ -71,7 +71,7 @@ class VmappedSteps:
             batch: What all lanes are given.
             inputs: {name: [lanes, ...]}: what each lane is given for itself.
             finish: Makes tensors of what the call returns.
-            kind: What besides the form of `batch` tells such calls apart.
+            kind: What tells such calls apart, the form of `batch` included.
 
         Returns:
             What `finish` returned, [lanes, ...].
@@ -84,7 +84,7 @@ class VmappedSteps:
             return self._call(step, batch, finish, inputs)
 
         with self._stacking.unchanged_buffers(on=Exception):
-            return self._attempt(step, batch, call, kind)
+            return self._attempt(step, batch, call, kind, has_form=True)
 
     def leaves_batch_alone(self, batch: Any) -> bool:
         """Whether training steps are known to run for such a batch and not to change it."""
@@ -141,8 +141,8 @@ class VmappedSteps:
             stack.buffers[name].copy_(buffer.detach())
         return result
 
-    def _attempt(self, step: Step, batch: Any, run: Callable[[Step, Any], Any], kind: Hashable) -> Any:
-        form = (kind, form_of_batch(batch))
+    def _attempt(self, step: Step, batch: Any, run: Callable[[Step, Any], Any], kind: Hashable, *, has_form: bool = False) -> Any:
+        form = kind if has_form else (kind, form_of_batch(batch))
         changes_batch = self._changes_batch.get(form)
         if changes_batch is False:
             return self._explained(run, step, batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hfta_tune.loops._hub import Ended, LoopLane
 from hfta_tune.loops._prepare import accumulate, backward, clip_grad_norm_, clip_grad_value_, prepare, unprepare
+from hfta_tune.loops._runs import LaneRuns
 
-__all__ = ["accumulate", "backward", "clip_grad_norm_", "clip_grad_value_", "prepare", "unprepare"]
+__all__ = ["Ended", "LaneRuns", "LoopLane", "accumulate", "backward", "clip_grad_norm_", "clip_grad_value_", "prepare", "unprepare"]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hfta_tune.fusion import LANE_BY_LANE, VMAP, FusionError, FusionWarning, VmapFailed, first_line
+from hfta_tune.fusion.choice import StrategyChoice
 from hfta_tune.fusion.calls import CalledArray, call_function
 from hfta_tune.fusion.gradient_rows import GradientRows
 from hfta_tune.fusion.parts import part_of
@@ -33,15 +34,18 @@ class Fusion:
         hub: The hub.
         strategy: "auto" measures on each array whether calls for all lanes are faster than each lane's own. "vmap" or
             "lane by lane" keeps to that one where it can.
+        audit: Whether the first call of every kind, of every array, is compared with each lane's own.
     """
 
-    def __init__(self, hub: Hub, *, strategy: str = "auto") -> None:
+    def __init__(self, hub: Hub, *, strategy: str = "auto", audit: bool = False) -> None:
         self.hub = hub
+        self._audit = audit
         self._strategies = _STRATEGIES[strategy]
         self._keys: dict[Hashable, int] = {}
         self._functions: dict[Hashable, int] = {}
         self._hopeless: set[int] = set()
         self._most: dict[int, int] = {}
+        self._choices: dict[int, dict[int, StrategyChoice]] = {}
         self._numbers = itertools.count()
         self._trials: dict[Any, LoopTrial] = {}
         self._said: set[str] = set()
@@ -69,7 +73,6 @@ class Fusion:
         array, trial.array = trial.array, None
         if array is not None:
             array.change_lanes(leave=[trial.lane])
-            self._settle(array)
         self._trials.pop(trial.lane, None)
 
     def forget(self, trial: LoopTrial) -> None:
@@ -89,10 +92,14 @@ class Fusion:
 
     def _arrays(self, lanes: Sequence[LoopLane]) -> list[tuple[CalledArray, list[LoopLane]]]:
         """Arrange lanes that ask for the same thing such that each array has no others."""
+        first = lanes[0].trial.array
+        if first is not None and len(first.lanes) == len(lanes):
+            for lane in lanes:
+                if lane.trial.array is not first:
+                    break
+            else:
+                return [(first, self._in_order(first, lanes))]
         trials = [lane.trial for lane in lanes]
-        first = trials[0].array
-        if first is not None and len(first.lanes) == len(lanes) and all(trial.array is first for trial in trials):
-            return [(first, self._in_order(first, lanes))]
         self._part([trial for trial in trials if trial.array is not None])
         most = self._most.get(trials[0].key, len(trials))
         joining = [trial for trial in trials if trial.array is None]
@@ -119,7 +126,13 @@ class Fusion:
 
     def _new_array(self, trial: LoopTrial) -> CalledArray:
         strategies = (LANE_BY_LANE,) if trial.key in self._hopeless else self._strategies
-        return CalledArray(trial.device, number=next(self._numbers), strategies=strategies, check=self._check)
+        return CalledArray(
+            trial.device,
+            number=next(self._numbers),
+            strategies=strategies,
+            choices=self._choices.setdefault(trial.key, {}),
+            check=self._check,
+        )
 
     def _part(self, trials: Sequence[LoopTrial]) -> None:
         """Give those of an array's lanes that ask an array without the others."""
@@ -147,6 +160,11 @@ class Fusion:
 
     @staticmethod
     def _in_order(array: CalledArray, lanes: Sequence[LoopLane]) -> list[LoopLane]:
+        for lane, own in zip(lanes, array.lanes, strict=True):
+            if lane.trial.lane is not own:
+                break
+        else:
+            return list(lanes)
         by_lane = {lane.trial.lane: lane for lane in lanes}
         return [by_lane[lane] for lane in array.lanes]
 

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _OURS = str(Path(__file__).parent.parent)
 _TORCH = str(Path(torch.__file__).parent)
 _SECONDS_OF_SILENCE = 60.0
+_seed = torch.default_generator.initial_seed
 # A lane at the beginning of an epoch waits for the others to come there, but not for ever.
 _MOST_PASSES = 16
 
@@ -94,6 +95,8 @@ class LoopLane:
         ended: How its function ended.
         trial: What the lane trains, once its code has prepared something.
         company: With whom it goes through an epoch.
+        in_epoch: Whether it is in the middle of one.
+        has_epochs: Whether it has ever begun one.
         batch: How many batches of the epoch it has read, or how often its optimizers have stepped.
         operations: What it has asked for since the last batch.
         passes: How often others were served while it waited to begin an epoch.
@@ -111,6 +114,7 @@ class LoopLane:
     trial: Any = None
     company: _Company = field(default_factory=_Company)
     in_epoch: bool = False
+    has_epochs: bool = False
     batch: int = 0
     operations: int = 0
     passes: int = 0
@@ -128,11 +132,13 @@ class LoopLane:
         self.request = request
         self.operations += 1
         self.modes = modes = Modes.set_aside(hub.function_modes, hub.dispatch_modes)
-        try:
-            result = hub.greenlet.switch()
-        finally:
-            self.modes = None
-            if modes is not None:
+        if modes is None:
+            result = hub.go_on()
+        else:
+            try:
+                result = hub.go_on()
+            finally:
+                self.modes = None
                 modes.take_up()
         if type(result) is _Raise:
             raise result.error
@@ -141,6 +147,7 @@ class LoopLane:
     def park(self, value: Any) -> Any:
         """Stop here until `Hub.wake`, and return what that gives."""
         self.parked, self.is_parked = value, True
+        self.hub.stopped.append(self)
         return self.wait(_PARKED)
 
     def next_batch(self) -> None:
@@ -189,6 +196,7 @@ class Hub:
         self.lanes: list[LoopLane] = []
         self.served = 0
         self.running: LoopLane | None = None
+        self.stopped: list[LoopLane] = []
         self._ready: deque[LoopLane] = deque()
         self.function_modes = torch._C._len_torch_function_stack()
         self.dispatch_modes = torch._C._len_torch_dispatch_stack()
@@ -209,6 +217,7 @@ class Hub:
                 lane.ended = Ended(error=GreenletExit())
             except BaseException as error:
                 lane.ended = Ended(error=error)
+            self.stopped.append(lane)
 
         lane.greenlet = _LaneGreenlet(run, self.greenlet)
         lane.greenlet.gr_context = contextvars.copy_context()
@@ -234,6 +243,8 @@ class Hub:
             self.greenlet = getcurrent()
             lane.greenlet.parent = self.greenlet
             lane.greenlet.throw(GreenletExit)
+        if lane in self.stopped:
+            self.stopped.remove(lane)
         self._forget(lane)
 
     def close(self) -> None:
@@ -248,33 +259,35 @@ class Hub:
     def run(self) -> list[LoopLane]:
         """Run until at least one lane has ended or is parked, or none is left to run; return those."""
         self.greenlet, self.thread = getcurrent(), threading.get_ident()
+        for lane in self.lanes:
+            lane.greenlet.parent = self.greenlet
         while True:
-            stopped = self._run_ready()
-            if stopped:
-                return stopped
+            while self._ready:
+                self.go_on()
+            self.running = None
+            if self.stopped:
+                return self._take_stopped()
             waiting = [lane for lane in self.lanes if not lane.is_parked]
             if not waiting:
                 return []
             self._serve(waiting)
 
-    def _run_ready(self) -> list[LoopLane]:
-        stopped = []
-        while self._ready:
-            lane = self._ready.popleft()
-            result, lane._result, lane.request = lane._result, None, None
-            self.running = lane
-            if lane.greenlet.parent is not self.greenlet:
-                lane.greenlet.parent = self.greenlet
-            try:
-                lane.greenlet.switch(result)
-            finally:
-                self.running = None
+    def go_on(self) -> Any:
+        """Let the next lane run that has what it asked for; without one, the hub. Returns when the caller is let run."""
+        if not self._ready:
+            return self.greenlet.switch()
+        lane = self._ready.popleft()
+        result, lane._result, lane.request = lane._result, None, None
+        self.running = lane
+        return lane.greenlet.switch(result)
+
+    def _take_stopped(self) -> list[LoopLane]:
+        stopped = list(self.stopped)
+        self.stopped.clear()
+        for lane in stopped:
             if lane.ended is not None:
                 self.keep_random_state(lane)
                 self._forget(lane)
-                stopped.append(lane)
-            elif lane.is_parked:
-                stopped.append(lane)
         return stopped
 
     def answer(self, lane: LoopLane, value: Any) -> None:
@@ -291,22 +304,22 @@ class Hub:
         request = group[0].request
         assert request is not None
         self.served += 1
+        for company in {lane.company for lane in group}:
+            company.turns += 1
         try:
             request.kind(group)
         except Exception as error:
             for lane in group:
                 if lane not in self._ready:
                     self.answer_error(lane, error)
-        for company in {lane.company for lane in group}:
-            company.turns += 1
 
     def _choose(self, waiting: Sequence[LoopLane]) -> list[LoopLane]:
-        first = waiting[0].request
-        assert first is not None
-        if all(
-            lane.request is not None and lane.request.kind is first.kind and lane.request.key == first.key
-            for lane in waiting
-        ):
+        kind, key = _request_of(waiting[0]).kind, _request_of(waiting[0]).key
+        for lane in waiting:
+            request = lane.request
+            if request.kind != kind or request.key != key:  # type: ignore[union-attr]
+                break
+        else:
             return list(waiting)
         groups: dict[Hashable, list[LoopLane]] = {}
         for lane in waiting:
@@ -314,8 +327,8 @@ class Hub:
             groups.setdefault((lane.request.kind, lane.request.key), []).append(lane)
         opening = [group for group in groups.values() if _request_of(group[0]).opens]
         others = [group for group in groups.values() if not _request_of(group[0]).opens]
-        # Who is in the middle of an epoch will come to the end of it; who has no epochs need not be waited for.
-        if opening and (not any(lane.in_epoch for group in others for lane in group) or _patience_is_over(opening)):
+        # Who is in the middle of an epoch, or between two, will come here too; who has none need not be waited for.
+        if opening and (not any(lane.has_epochs for group in others for lane in group) or _patience_is_over(opening)):
             chosen = min(opening, key=lambda group: (-max(lane.passes for lane in group) // _MOST_PASSES, _length(group)))
         else:
             chosen = min(others, key=_rank)
@@ -336,7 +349,7 @@ class Hub:
         lanes = list(lanes)
         company = _Company(min(lane.company.turns for lane in lanes))
         for lane in lanes:
-            lane.company, lane.in_epoch = company, True
+            lane.company, lane.in_epoch, lane.has_epochs = company, True, True
             lane.batch = lane.operations = lane.passes = 0
 
     def where(self) -> str:
@@ -347,7 +360,7 @@ class Hub:
 
     def keep_random_state(self, lane: LoopLane) -> None:
         """Keep what a lane's own code has seeded as the lane's, and go on with the stream that all lanes share."""
-        if torch.initial_seed() != self._mark_seed:
+        if _seed() != self._mark_seed:
             lane.random_state = torch.get_rng_state()
             self._mark()
 

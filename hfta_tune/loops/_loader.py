@@ -68,7 +68,7 @@ class PreparedLoader:
         loader = self._loader
         if type(loader) is DataLoader and type(loader.batch_sampler).__name__ in ("BatchSampler", "NoneType"):
             rest = {name: value for name, value in vars(loader).items() if name not in _NOT_COMPARED}
-            key = (_key_of_data(loader.dataset), _key_of_sampler(loader.sampler), comparable(rest), _state_of(loader))
+            key = (_key_of_data(loader.dataset), _key_of_sampler(loader.sampler), comparable(rest))
             if first_incomparable(key) is None:
                 return key
         if isinstance(loader, (list, tuple)):
@@ -104,23 +104,39 @@ def _key_of_batch(batch: Any) -> Hashable:
 def _key_of_sampler(sampler: Any) -> Hashable:
     if type(sampler) in (SequentialSampler, RandomSampler):
         own = {name: value for name, value in vars(sampler).items() if name not in ("data_source", "generator")}
-        return (type(sampler), comparable(own), _state_of(sampler))
+        return (type(sampler), comparable(own))
     if isinstance(sampler, Sampler):
         key = comparable(vars(sampler))
         return (type(sampler), key) if first_incomparable(key) is None else id(sampler)
     return id(sampler)
 
 
-def _state_of(owner: Any) -> Hashable:
-    generator = getattr(owner, "generator", None)
-    return None if generator is None else bytes(generator.get_state().numpy())
+def _order_of(loader: Any, random_state: Tensor | None) -> Hashable:
+    """What the order of a loader's next epoch comes from, besides what tells it from other loaders."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.sampler, SequentialSampler):
+        return None
+    generators = loader.generator, getattr(loader.sampler, "generator", None)
+    states = [None if generator is None else bytes(generator.get_state().numpy()) for generator in generators]
+    return (*states, None if random_state is None else bytes(random_state.numpy()))
 
 
 def _begin(lanes: list[LoopLane]) -> None:
-    """Lanes begin an epoch of the same data."""
+    """Lanes begin an epoch of the same data: together, though each in the order that its own code has seeded."""
     hub = lanes[0].hub
     hub.join(lanes)
     lanes[0].trial.interrupted()
+    alike: dict[Hashable, list[LoopLane]] = {}
+    for lane in lanes:
+        assert lane.request is not None
+        loader, _ = lane.request.payload
+        alike.setdefault(_order_of(loader, lane.random_state), []).append(lane)
+    for own in alike.values():
+        epoch = _open(own)
+        for lane in own:
+            hub.answer(lane, epoch)
+
+
+def _open(lanes: list[LoopLane]) -> _Epoch:
     payloads = [lane.request.payload for lane in lanes if lane.request is not None]
     loader, device = payloads[0]
     epoch = _Epoch(lanes, device)
@@ -138,8 +154,7 @@ def _begin(lanes: list[LoopLane]) -> None:
             torch.set_rng_state(shared)
     for other, _ in payloads[1:]:
         _follow(loader, other)
-    for lane in lanes:
-        hub.answer(lane, epoch)
+    return epoch
 
 
 def _follow(leader: Any, other: Any) -> None:

@@ -11,6 +11,12 @@ from torch.utils import _python_dispatch as dispatch
 __all__ = ["Modes"]
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+# Each lane asks this several times a step.
+_any_autocast = getattr(
+    torch._C, "_is_any_autocast_enabled", lambda: any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
+)
+_grad, _inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
+_functions, _dispatchers = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
 
 @dataclass(slots=True)
@@ -36,17 +42,15 @@ class Modes:
             function_modes: How many torch function modes there are without the lane's.
             dispatch_modes: How many torch dispatch modes there are without the lane's.
         """
-        grad = torch.is_grad_enabled()
-        inference = torch.is_inference_mode_enabled()
+        functions, dispatchers = _functions() - function_modes, _dispatchers() - dispatch_modes
+        grad, inference = _grad(), _inference()
+        if grad and not (inference or functions or dispatchers or _any_autocast()):
+            return None
         autocast = {
             device: torch.get_autocast_dtype(device)
             for device in _AUTOCAST_DEVICES
             if torch.is_autocast_enabled(device)
         }
-        functions = torch._C._len_torch_function_stack() - function_modes
-        dispatchers = torch._C._len_torch_dispatch_stack() - dispatch_modes
-        if grad and not (inference or autocast or functions or dispatchers):
-            return None
         modes = cls(grad and not inference, autocast)
         # The innermost first, and back in the opposite order.
         modes._dispatchers = [dispatch._pop_mode() for _ in range(dispatchers)]

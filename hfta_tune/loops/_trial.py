@@ -47,6 +47,7 @@ class LoopTrial:
         array: The array, once it has one.
         alone: Whether the lane calls its own models by itself.
         used: The gradients that a backward pass of this lane may reach.
+        place: In which array it was when its function ended, and its signature.
     """
 
     def __init__(self, loop: LoopLane, fusion: Fusion) -> None:
@@ -57,10 +58,12 @@ class LoopTrial:
         self.alone = False
         self.used: list[GradientRows] = []
         self.key = -1
+        self.place: dict[str, Any] | None = None
         self.settled_until = 0
         self.splits = 0
         self.lane: Lane = Lane(self.name, nn.ModuleDict(), {})
         self.device = torch.device("cpu")
+        self._device_type = "cpu"
         self._fusion = fusion
         self._models: list[tuple[weakref.ref[nn.Module], nn.Module]] = []
         self._optimizers: list[Optimizer] = []
@@ -68,7 +71,9 @@ class LoopTrial:
         self._modules: list[nn.Module] = []
         self._parameters: list[nn.Parameter] = []
         self._names: dict[int, str] = {}
+        self._trained_by: dict[str, tuple[int, list[nn.Parameter], frozenset[str]]] = {}
         self._seen: Any = None
+        self._seen_hooks = 0
 
     # What belongs to it
 
@@ -117,10 +122,12 @@ class LoopTrial:
         if len(devices) > 1:
             self.obstacle = self.obstacle or f"its models are on several devices ({', '.join(map(str, devices))})"
         self.device = next(iter(devices), torch.device("cpu"))
+        self._device_type = self.device.type
         forms = tuple(form_of_optimizer(optimizer) for optimizer in self._optimizers)
         self._modules = list(container.modules())
         self._parameters = list(container.parameters())
         self._seen = None
+        self._trained_by = {}
         self.key = self._fusion.key_of((signature.key, split, forms, self.device))
         if not models:
             self.obstacle = self.obstacle or "it has prepared no model"
@@ -128,6 +135,8 @@ class LoopTrial:
 
     def leave(self) -> None:
         """The lane's function has ended."""
+        if self.array is not None:
+            self.place = {"array": self.array.number, "signature": f"{self.key:016x}"}
         self._fusion.take_out(self)
         for optimizer in self._optimizers:
             for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
@@ -148,6 +157,11 @@ class LoopTrial:
         Raises:
             FusionError: if parameters were replaced.
         """
+        hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in self._modules)
+        if self._seen is not None and hooks != self._seen_hooks:
+            self.sign()
+        if self.array is not None and not self.array.holds(self.lane):  # p.data = ..., or load_state_dict(assign=True)
+            self.sign()
         if len(self._parameters) != len(set(map(id, self.lane.model.parameters())) & set(map(id, self._parameters))):
             raise FusionError(
                 f"{self.name}: a parameter of a prepared model was replaced by another. Change models before prepare(), "
@@ -231,7 +245,8 @@ class LoopTrial:
 
         for own in (zero_grad, state_dict, load_state_dict):
             setattr(optimizer, own.__name__, types.MethodType(own, optimizer))
-        # A method: torch's schedulers wrap it, and look at its __func__.
+        # torch's schedulers look for this, and would wrap the step once more. It notes that it was called itself.
+        fused_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(fused_step, optimizer)  # type: ignore[method-assign]
 
     def _step(self, position: str, bare: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
@@ -241,8 +256,11 @@ class LoopTrial:
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        trained = self.lane.trained_by(position)
-        names = frozenset(self._names[id(parameter)] for parameter in trained if parameter.grad is not None)
+        trained, names = self._trained(position)
+        for parameter in trained:
+            if parameter.grad is None:
+                names = frozenset([self._names[id(own)] for own in trained if own.grad is not None])
+                break
         request = Request(self._fusion.serve_step, (self.key, position, names), _STEP, (position, bare))
         self.loop.wait(request)
         self.lane.optimizers[position]._opt_called = True  # type: ignore[attr-defined]
@@ -250,38 +268,46 @@ class LoopTrial:
             self.loop.next_batch()
         return value
 
+    def _trained(self, position: str) -> tuple[list[nn.Parameter], frozenset[str]]:
+        """The parameters that an optimizer trains, and their names."""
+        known = self._trained_by.get(position)
+        if known is None or known[0] != len(self.lane.optimizers[position].param_groups):
+            if known is not None:  # a group was added
+                self.sign()
+            trained = self.lane.trained_by(position)
+            names = frozenset(self._names.get(id(parameter), "") for parameter in trained)
+            known = len(self.lane.optimizers[position].param_groups), trained, names
+            self._trained_by[position] = known
+        return known[1], known[2]
+
     # How it asks
 
     def _modes(self) -> tuple[bool, ...]:
         """Which of its modules train; and whether anything else of its models has changed."""
         modes = tuple([module.training for module in self._modules])
-        seen = (
-            [(parameter.requires_grad, parameter.data_ptr()) for parameter in self._parameters],
-            sum([len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in self._modules]),
-        )
-        if seen != self._seen:
-            if self._seen is not None and self._changed(seen):
+        seen = [parameter.requires_grad for parameter in self._parameters]
+        if seen != self._seen or not self.loop.in_epoch:
+            seen_hooks = sum([len(m._forward_hooks) + len(m._forward_pre_hooks) for m in self._modules])
+            if self._seen is not None and (seen != self._seen or seen_hooks != self._seen_hooks):
                 self.sign()
-            self._seen = seen
+            self._seen, self._seen_hooks = seen, seen_hooks
         return modes
-
-    def _changed(self, seen: Any) -> bool:
-        """Whether what is seen now is another signature, or tensors that are not where the array has them."""
-        if seen[1] != self._seen[1] or any(a[0] != b[0] for a, b in zip(seen[0], self._seen[0], strict=True)):
-            return True
-        return self.array is not None and not self.array.holds(self.lane)
 
     def _options(self) -> Options | None:
         """How its calls run, or None if arrays cannot run them so."""
-        if not torch.is_autocast_enabled(self.device.type):
+        if not torch.is_autocast_enabled(self._device_type):
             return _OPTIONS[False]
-        return _OPTIONS[True] if torch.get_autocast_dtype(self.device.type) == torch.bfloat16 else None
+        return _OPTIONS[True] if torch.get_autocast_dtype(self._device_type) == torch.bfloat16 else None
 
 
 def form_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
     """The arguments of a call as leaves, and what calls must have in common to be made as one."""
-    if not kwargs and all(isinstance(arg, Tensor) for arg in args):
-        return Call(list(args), None), tuple([(arg.shape, arg.dtype) for arg in args])
+    if not kwargs:
+        for arg in args:
+            if not isinstance(arg, Tensor):
+                break
+        else:
+            return Call(list(args), None), tuple([(arg.shape, arg.dtype) for arg in args])
     leaves, structure = pytree.tree_flatten((args, kwargs))
     form = tuple(
         (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else _form_of_value(leaf) for leaf in leaves

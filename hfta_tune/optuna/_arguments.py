@@ -19,17 +19,27 @@ def check_arguments(
     epochs: Any,
     metric: Any,
     B: Any,
+    device: Any,
     on_round: Any,
 ) -> None:
     """Raises TypeError or ValueError for the first argument that is wrong, before any trial is asked for."""
     if not isinstance(study, optuna.Study):
         raise TypeError(f"study must be an optuna.Study but got {study!r}. Make one with optuna.create_study().")
-    if not (isinstance(trainable, type) and issubclass(trainable, FusedTrainable)):
+    is_objective = callable(trainable) and not isinstance(trainable, (type, FusedTrainable))
+    if not is_objective and not (isinstance(trainable, type) and issubclass(trainable, FusedTrainable)):
         raise TypeError(
-            f"trainable must be a subclass of hfta_tune.FusedTrainable but got {trainable!r}. "
-            "Pass the class itself, not an instance and not a function."
+            "trainable must be a subclass of hfta_tune.FusedTrainable, or an objective, a function of one trial, but got "
+            f"{trainable!r}. Pass the class itself, not an instance."
         )
-    if not callable(space):
+    if is_objective:
+        unused = {"space": space, "epochs": epochs, "metric": metric, "device": device, "on_round": on_round}
+        for name, value in unused.items():
+            if value is not None:
+                raise TypeError(
+                    f"{name} is for a FusedTrainable but got {value!r} with the objective {trainable!r}. Leave it out: the "
+                    "objective itself suggests, counts epochs and returns its value."
+                )
+    elif not callable(space):
         raise TypeError(
             f"space must be a function of one trial that returns the config dict but got {space!r}. "
             'Write, for example, lambda trial: {"lr": trial.suggest_float("lr", 1e-4, 1e-1, log=True)}.'
@@ -40,9 +50,11 @@ def check_arguments(
         raise ValueError(
             f"timeout must be a number of seconds that is not negative but got {timeout!r}. Pass None for no limit."
         )
-    _check_integer("epochs", epochs, at_least=1, remedy="It is the number of epochs that each trial trains.")
+    if not is_objective:
+        _check_integer("epochs", epochs, at_least=1, remedy="It is the number of epochs that each trial trains.")
     _check_integer("B", B, at_least=1, remedy="It is the number of trials that train at once.")
-    _check_metric(study, metric)
+    if not is_objective:
+        _check_metric(study, metric)
     if on_round is not None and not callable(on_round):
         raise TypeError(
             f"on_round must be a function of one hfta_tune.monitor.RunFigures but got {on_round!r}. "

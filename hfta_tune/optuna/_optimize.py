@@ -13,6 +13,7 @@ import torch
 from hfta_tune.monitor import Figures, RunFigures, observers_of_study
 from hfta_tune.optuna._arguments import check_arguments, exception_classes, plain_config
 from hfta_tune.optuna._metric import choose_metrics, values_of
+from hfta_tune.optuna._objective import Objective, run_objective
 from hfta_tune.optuna._samplers import advice_for_batches
 from hfta_tune.optuna._session import Callback, RunningTrial, StudySession
 from hfta_tune.rounds import Observers
@@ -27,12 +28,12 @@ _SECONDS_BETWEEN_LOG_LINES = 10.0
 
 def optimize(
     study: optuna.Study,
-    trainable: type[FusedTrainable],
-    space: Space,
+    trainable: type[FusedTrainable] | Objective,
+    space: Space | None = None,
     *,
     n_trials: int | None = None,
     timeout: float | None = None,
-    epochs: int,
+    epochs: int | None = None,
     metric: str | Sequence[str] | None = None,
     B: int = 8,
     device: str | torch.device | None = None,
@@ -53,12 +54,16 @@ def optimize(
     started. Samplers see B trials running at once, as with n_jobs=B; of one that is worse for it, a warning
     says so and names the remedy.
 
+    It also takes an objective, a function of one trial with a training loop of its own, as `study.optimize` does: B of
+    them run at once, in this thread, and what they make ready with `hfta_tune.prepare` is trained as one. Then `space`,
+    `epochs`, `metric`, `device` and `on_round` are not used. A trial starts when another has ended.
+
     Where a trial trained is its system attribute "hfta_tune": {"worker": host and process, "lane": 0 to B - 1,
     "array": the number of its array in this run, "signature": equal for trials of the run that may share an array}.
 
     Args:
         study: The study. Enqueued trials are taken first.
-        trainable: What to train: a FusedTrainable subclass.
+        trainable: What to train: a FusedTrainable subclass, or an objective.
         space: Suggests the hyperparameters of one trial and returns its config.
         n_trials: Number of trials. With None there is no limit but `timeout` and `study.stop()`.
         timeout: Seconds after which no trial starts. Those that run finish.
@@ -115,6 +120,7 @@ def optimize(
         epochs=epochs,
         metric=metric,
         B=B,
+        device=device,
         on_round=on_round,
     )
     figures = Figures()
@@ -132,10 +138,14 @@ def optimize(
     if advice is not None:
         warnings.warn(advice, UserWarning, stacklevel=2)
     with session:
-        worker = Worker(B, device=device, audit=audit)
-        session.observer.worker_opened(0, worker.lanes)
-        reports = len(study.directions) == 1
-        _Loop(session, worker, trainable, space, epochs, metric, figures, on_round, reports=reports).run()
+        session.observer.worker_opened(0, int(B))
+        if not isinstance(trainable, type):
+            run_objective(session, trainable, int(B), len(study.directions), audit=audit)
+        else:
+            assert space is not None and epochs is not None
+            worker = Worker(B, device=device, audit=audit)
+            reports = len(study.directions) == 1
+            _Loop(session, worker, trainable, space, epochs, metric, figures, on_round, reports=reports).run()
     if session.error is not None:
         raise session.error
 
