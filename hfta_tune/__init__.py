@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hfta_tune.monitor.timeline import plot_timeline
     from hfta_tune.optuna import optimize
     from hfta_tune.tune import HFTAPacker
+    from hfta_tune.tune._fusible import fusible
 
 __all__ = [
     "FusedTrainable",
@@ -27,6 +28,7 @@ __all__ = [
     "check",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "fusible",
     "optimize",
     "plot_timeline",
     "prepare",
@@ -36,6 +38,7 @@ __all__ = [
 # The front ends are imported when they are first used: a worker process needs neither.
 _FRONT_ENDS = {
     "HFTAPacker": "hfta_tune.tune",
+    "fusible": "hfta_tune.tune._fusible",
     **dict.fromkeys(
         ("accumulate", "backward", "clip_grad_norm_", "clip_grad_value_", "prepare", "unprepare"), "hfta_tune.loops"
     ),

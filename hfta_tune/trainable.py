@@ -1,4 +1,4 @@
-"""FusedTrainable: the class that a user writes."""
+"""FusedTrainable: the class that a user writes. And what it has in common with other trials that a Worker hosts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,48 @@ from torch.optim import Optimizer
 
 from hfta_tune.worker import Worker
 
-__all__ = ["FusedTrainable"]
+__all__ = ["FusedTrainable", "HostedTrainable"]
 
 _ALONE = "alone"
 
 
-class FusedTrainable(Trainable):
+class HostedTrainable(Trainable):
+    """A trial that a `Worker` can host beside others: it has a lane there, or alone in a worker of its own."""
+
+    _worker: Worker | None = None
+    _lane_name: str = _ALONE
+    _lane_round: dict[str, Any] | Exception | None = None
+
+    def step(self) -> dict[str, Any]:
+        """Train one round and return its metrics."""
+        outcome, self._lane_round = self._lane_round, None
+        if outcome is None:
+            outcome = self._own_worker().run_round([self._lane_name])[self._lane_name]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return dict(outcome)
+
+    def cleanup(self) -> None:
+        """Free the lane."""
+        self._leave()
+
+    def _join(self, worker: Worker, name: str) -> None:
+        """Take a lane in a worker that hosts other trials too."""
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        if self._worker is not None and self._lane_name in self._worker.trial_ids:
+            self._worker.remove(self._lane_name)
+
+    def _own_worker(self) -> Worker:
+        """The worker that hosts this trial; alone, one of its own."""
+        if self._worker is None:
+            self._join(Worker(1), self.trial_id)
+        assert self._worker is not None
+        return self._worker
+
+
+class FusedTrainable(HostedTrainable):
     """A trial as hooks for one model, which hfta_tune trains alone or with many others as one.
 
     Every hook is written for one model and one trial, in ordinary PyTorch. The class is a
@@ -70,9 +106,6 @@ class FusedTrainable(Trainable):
     steps_per_round: ClassVar[int | None] = None
 
     _outside: ClassVar[bool] = False
-    _worker: Worker | None = None
-    _lane_name: str = _ALONE
-    _lane_round: dict[str, float] | Exception | None = None
 
     def __init__(self, config: dict[str, Any] | None = None, storage: Any = None, **of_older_rays: Any) -> None:
         if FusedTrainable._outside:
@@ -136,15 +169,6 @@ class FusedTrainable(Trainable):
 
     # What Tune calls
 
-    def step(self) -> dict[str, Any]:
-        """Train one round and return its metrics."""
-        outcome, self._lane_round = self._lane_round, None
-        if outcome is None:
-            outcome = self._own_worker().run_round([self._lane_name])[self._lane_name]
-        if isinstance(outcome, Exception):
-            raise outcome
-        return dict(outcome)
-
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write checkpoint.pt: model, optimizer, lr_scheduler and epoch in plain PyTorch."""
         self._own_worker().save(self._lane_name, checkpoint_dir)
@@ -162,22 +186,7 @@ class FusedTrainable(Trainable):
             self._join(self._worker, self.trial_id)
         return True
 
-    def cleanup(self) -> None:
-        """Free the lane."""
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._worker is not None and self._lane_name in self._worker.trial_ids:
-            self._worker.remove(self._lane_name)
-
     def _join(self, worker: Worker, name: str) -> None:
         """Take a lane in a worker that hosts other trials too."""
         self._worker, self._lane_name = worker, name
         worker.add(name, self, self.config, placed=True)
-
-    def _own_worker(self) -> Worker:
-        """The worker that hosts this trial; alone, one of its own."""
-        if self._worker is None:
-            self._join(Worker(1), self.trial_id)
-        assert self._worker is not None
-        return self._worker

@@ -63,6 +63,7 @@ from hfta_tune.fusion import (
     model_signature,
     obstacle_of_optimizers,
 )
+from hfta_tune.loops import LoopHost
 from hfta_tune.rounds import ArrayRound, Round
 
 __all__ = ["CHECKPOINT_FILE", "RoundAbandoned", "Worker"]
@@ -161,12 +162,13 @@ class Worker:
         self._failed: set[str] = set()
         self._withdrawn: set[_Trial] | None = None
         self._tallies: dict[FusedArray, _Tally] = {}
+        self._loops = LoopHost(self._array_numbers, strategy=strategy, audit=audit)
         self.last_round: Round | None = None
 
     @property
     def free_lanes(self) -> int:
         """How many more trials find a lane here."""
-        return max(0, self.fitting_lanes - len(self._trials))
+        return max(0, self.fitting_lanes - len(self.trial_ids))
 
     @property
     def fitting_lanes(self) -> int:
@@ -176,7 +178,7 @@ class Worker:
     @property
     def trial_ids(self) -> list[str]:
         """The trials that have a lane here."""
-        return list(self._trials)
+        return [*self._trials, *self._loops.names]
 
     def resize(self, lanes: int) -> None:
         """Host up to `lanes` trials from now on; where there are more, they stay."""
@@ -189,6 +191,8 @@ class Worker:
 
         It may change when a step is seen to read a key of config that it did not read before.
         """
+        if trial_id in self._loops:
+            return self._loops.key(trial_id)
         trial = self._trial(trial_id)
         self._key(trial)
         return trial.key_hash
@@ -198,10 +202,15 @@ class Worker:
 
         "array" is None before the trial's first round. Trials of this worker with equal "signature" may share an array.
         """
-        trial = self._trials.get(trial_id)
-        if trial is None:
+        array = None
+        if trial_id in self._loops:
+            own = self._loops.array_of(trial_id)
+            array = None if own is None else own.number
+        elif trial_id in self._trials:
+            fused = self._trials[trial_id].array
+            array = None if fused is None else fused.number
+        else:
             return None
-        array = None if trial.array is None else trial.array.number
         return {"array": array, "signature": f"{self.signature_of(trial_id) % 2**64:016x}"}
 
     def describe(self) -> dict[str, Any]:
@@ -225,6 +234,15 @@ class Worker:
                     "seconds_a_step": array.seconds_a_step,
                 }
                 for array in list(self._arrays)
+            ]
+            + [
+                {
+                    "trials": list(trials),
+                    "strategy": called.strategy,
+                    "evaluation_strategy": called.strategy,
+                    "seconds_a_step": called.seconds_a_step,
+                }
+                for called, trials in self._loops.arrays().items()
             ],
         }
 
@@ -243,12 +261,7 @@ class Worker:
             ValueError: if no lane is free, or the trial has one already.
             Exception: what the trial's own hooks raise. The lane is then free again.
         """
-        if trial_id in self._trials:
-            raise ValueError(f"trial {trial_id} has a lane in this worker already.")
-        most = self.lanes if placed else self.fitting_lanes
-        if len(self._trials) >= most:
-            which = "" if most == self.lanes else " that fit into memory"
-            raise ValueError(f"trial {trial_id}: all {most} lanes{which} are taken; remove a trial first.")
+        self._check_lane(trial_id, placed=placed)
         check_hooks(type(trainable))
         config = copied(config)
         with self._own_randomness(int(config.get("seed", trainable.seed))):
@@ -300,8 +313,44 @@ class Worker:
             checked_steps_per_round(trial_id, trainable, config),
         )
 
+    def add_loop(
+        self,
+        trial_id: str,
+        function: Callable[[], Any],
+        *,
+        placed: bool = False,
+        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        """Give a trial a lane whose function has a loop of its own; it begins with the trial's first round.
+
+        A round of it ends where it calls `LoopLane.park`, with the metrics that it gives there. It has no `state_dict`:
+        its own code saves what it needs.
+
+        Args:
+            trial_id: The trial's name, also in messages.
+            function: The function. What it makes ready with `hfta_tune.prepare` is trained with others as one.
+            placed: Whether it was given the lane before memory ran out.
+            around: Makes what is entered while any of such functions run.
+
+        Raises:
+            ValueError: if no lane is free, or the trial has one already.
+        """
+        self._check_lane(trial_id, placed=placed)
+        self._loops.add(trial_id, function, around)
+
+    def _check_lane(self, trial_id: str, *, placed: bool) -> None:
+        if trial_id in self.trial_ids:
+            raise ValueError(f"trial {trial_id} has a lane in this worker already.")
+        most = self.lanes if placed else self.fitting_lanes
+        if len(self.trial_ids) >= most:
+            which = "" if most == self.lanes else " that fit into memory"
+            raise ValueError(f"trial {trial_id}: all {most} lanes{which} are taken; remove a trial first.")
+
     def remove(self, trial_id: str) -> None:
         """Free a trial's lane; the others go on undisturbed."""
+        if trial_id in self._loops:
+            self._loops.remove(trial_id)
+            return
         trial = self._trial(trial_id)
         del self._trials[trial_id]
         self._held.pop(trial_id, None)
@@ -331,7 +380,9 @@ class Worker:
             weighted by batch size. A trial whose own code raised has the exception instead, and has
             lost its lane; one that is held loses it when it is released.
         """
-        taking_part = [self._trial(name) for name in (self._trials if trial_ids is None else trial_ids)]
+        names = self.trial_ids if trial_ids is None else list(trial_ids)
+        loops = [name for name in names if name in self._loops]
+        taking_part = [self._trial(name) for name in names if name not in self._loops]
         for trial in self._trials.values():
             if trial not in taking_part:
                 self._park(trial)
@@ -339,6 +390,7 @@ class Worker:
         for trial in taking_part:
             groups.setdefault((trial.data, type(trial.trainable), trial.steps_per_round), []).append(trial)
         outcomes: dict[str, dict[str, float] | Exception] = {}
+        loop_rounds: tuple[ArrayRound, ...] = ()
         withdrawn: set[_Trial] = set()
         self._withdrawn = withdrawn
         self._tallies.clear()
@@ -349,9 +401,14 @@ class Worker:
                     present = [trial for trial in trials if trial not in withdrawn]
                     if present:
                         outcomes.update(self._run_group(present, rounds_left or 0, between_steps))
+            if loops:
+                with self.running.hook("the functions of trials", loops), self._own_randomness(0):
+                    outcomes.update(self._loops.run(loops))
+                loop_rounds = self._loops.tallies(loops)
         finally:
             self._withdrawn = None
-        self.last_round = Round(begin, time.time(), tuple(map(self._tallied, _arrays_of(taking_part))))
+        arrays = (*map(self._tallied, _arrays_of(taking_part)), *loop_rounds)
+        self.last_round = Round(begin, time.time(), arrays)
         taking_part = [trial for trial in taking_part if trial not in withdrawn]
         for trial in taking_part:
             if isinstance(outcomes[trial.name], Exception):
@@ -359,7 +416,7 @@ class Worker:
                     self._failed.add(trial.name)
                 else:
                     self.remove(trial.name)
-        return {trial.name: outcomes[trial.name] for trial in taking_part}
+        return {name: outcomes[name] for name in (*(trial.name for trial in taking_part), *loops)}
 
     # Rounds that may be taken back
 

@@ -22,14 +22,11 @@ from hfta_tune.fusion.stacking import Stacking
 from hfta_tune.fusion.vmapped import function_for_all
 from hfta_tune.fusion.vmapped_steps import VmappedSteps
 
-__all__ = ["ALONE", "CalledArray", "Call", "Outputs", "call_function"]
+__all__ = ["Call", "CalledArray", "Outputs", "call_function"]
 
 logger = logging.getLogger(__name__)
 
 _CONSTANTS = (type(None), bool, int, float, str)
-
-ALONE = LANE_BY_LANE
-"""The strategy in which lanes call their own models themselves."""
 
 
 @dataclass(slots=True)
@@ -97,6 +94,10 @@ class CalledArray:
     Strategies: "vmap", one call for all lanes; or "lane by lane", where lanes call their own models themselves, and
     native optimizers still step for all lanes at once. Both are measured from one optimizer step to the next.
 
+    Attributes:
+        steps: How often an optimizer has stepped.
+        samples: How many samples its lanes' models were called with, where gradients are on and the call is for all.
+
     Args:
         device: Where the lanes' tensors are.
         number: Which array of its owner it is.
@@ -115,6 +116,8 @@ class CalledArray:
         check: Callable[[Tensor], None],
     ) -> None:
         self.number = number
+        self.steps = 0
+        self.samples = 0
         self.lanes: tuple[Lane, ...] = ()
         self._device = device
         self._check = check
@@ -210,11 +213,13 @@ class CalledArray:
         given, own = _sorted_out(calls, self.lanes)
         outputs = Outputs()
 
-        def step(_: Sequence[Lane], model: nn.Module, batch: Any, values: Mapping[int, Tensor]) -> Any:
+        def step(_: Sequence[Lane], model: nn.Module, batch: Any, values: Mapping[Any, Tensor]) -> Any:
             leaves = [values[place] if place in own else leaf for place, leaf in enumerate(batch)]
             args, kwargs = calls[0].arguments(leaves)
             return model.get_submodule(slot)(*args, **kwargs)
 
+        if torch.is_grad_enabled():
+            self._note_samples(calls[0])
         tensors = steps.outputs(step, given, own, outputs.flatten, (kind, tuple(own)))
         return outputs.of_lanes(tensors, self.lanes, self._check)
 
@@ -223,7 +228,7 @@ class CalledArray:
         return gradients is self._rows and gradients.stack is self._stacking.present
 
     @torch.no_grad()
-    def clip(self, names: Sequence[str], limits: Sequence[float], how: float | None) -> list[Tensor] | list[None] | None:
+    def clip(self, names: Sequence[str], limits: Sequence[float], how: float | None) -> Sequence[Tensor | None] | None:
         """Clip gradients in place, each lane's by its own.
 
         Args:
@@ -258,6 +263,7 @@ class CalledArray:
             optimizer: Which of the optimizers.
             own_steps: Each lane's stock step. What it raises is put into the lane's `error`.
         """
+        self.steps += 1
         if len(self.lanes) == 1 or not self._step_at_once(optimizer):
             for lane, own_step in zip(self.lanes, own_steps, strict=True):
                 try:
@@ -279,6 +285,10 @@ class CalledArray:
         optimizers.numbers_may_have_changed()
         optimizers.apply(stack.parameters, gradients, optimizers.prepare(frozenset(gradients), only=optimizer))
         return True
+
+    def _note_samples(self, call: Call) -> None:
+        first = next((leaf for leaf in call.leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+        self.samples += 1 if first is None else len(first)
 
     def _rows_of(self, stack: Any) -> GradientRows:
         if self._rows is None or self._rows.stack is not stack:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 __all__ = ["Part", "hand_out", "part_of", "shared", "stacked"]
 
+
 class Part(NamedTuple):
     """That a tensor is row `row` of `whole`, [lanes, ...], whose rows are those of `lanes`."""
 

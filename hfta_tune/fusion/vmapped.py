@@ -17,7 +17,7 @@ from hfta_tune.fusion.stack import Template
 
 __all__ = ["Step", "call_for_all", "function_for_all"]
 
-Step: TypeAlias = Callable[[Sequence[Lane], nn.Module, Any, Mapping[str, Tensor]], Any]
+Step: TypeAlias = Callable[[Sequence[Lane], nn.Module, Any, Mapping[Any, Tensor]], Any]
 """step(lanes, model, batch, values): one call of the user's code that stands for all of `lanes`.
 
 Under vmap it is called once for all lanes of the array, lane by lane once for each. `values` are the

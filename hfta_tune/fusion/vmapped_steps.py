@@ -141,7 +141,9 @@ class VmappedSteps:
             stack.buffers[name].copy_(buffer.detach())
         return result
 
-    def _attempt(self, step: Step, batch: Any, run: Callable[[Step, Any], Any], kind: Hashable, *, has_form: bool = False) -> Any:
+    def _attempt(
+        self, step: Step, batch: Any, run: Callable[[Step, Any], Any], kind: Hashable, *, has_form: bool = False
+    ) -> Any:
         form = kind if has_form else (kind, form_of_batch(batch))
         changes_batch = self._changes_batch.get(form)
         if changes_batch is False:

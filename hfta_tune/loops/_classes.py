@@ -68,7 +68,7 @@ def make_prepared(module: nn.Module, function: int | None = None) -> None:
     Raises:
         TypeError: if its class cannot be extended.
     """
-    module.__class__ = _class_for(type(module))
+    module.__class__ = _class_for(type(module))  # type: ignore[arg-type]
     if function is not None:
         vars(module)["_hfta_tune_function"] = function
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfta_tune.fusion import LANE_BY_LANE, VMAP, FusionError, FusionWarning, VmapFailed, first_line
-from hfta_tune.fusion.choice import StrategyChoice
 from hfta_tune.fusion.calls import CalledArray, call_function
+from hfta_tune.fusion.choice import StrategyChoice
 from hfta_tune.fusion.gradient_rows import GradientRows
 from hfta_tune.fusion.parts import part_of
 from hfta_tune.loops._hub import Hub, LoopLane
@@ -35,9 +35,12 @@ class Fusion:
         strategy: "auto" measures on each array whether calls for all lanes are faster than each lane's own. "vmap" or
             "lane by lane" keeps to that one where it can.
         audit: Whether the first call of every kind, of every array, is compared with each lane's own.
+        numbers: Numbers the arrays; by default from 0.
     """
 
-    def __init__(self, hub: Hub, *, strategy: str = "auto", audit: bool = False) -> None:
+    def __init__(
+        self, hub: Hub, *, strategy: str = "auto", audit: bool = False, numbers: Iterator[int] | None = None
+    ) -> None:
         self.hub = hub
         self._audit = audit
         self._strategies = _STRATEGIES[strategy]
@@ -46,7 +49,7 @@ class Fusion:
         self._hopeless: set[int] = set()
         self._most: dict[int, int] = {}
         self._choices: dict[int, dict[int, StrategyChoice]] = {}
-        self._numbers = itertools.count()
+        self._numbers = itertools.count() if numbers is None else numbers
         self._trials: dict[Any, LoopTrial] = {}
         self._said: set[str] = set()
         self._functions_alone: set[int] = set()

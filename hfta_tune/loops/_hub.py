@@ -32,7 +32,7 @@ _seed = torch.default_generator.initial_seed
 _MOST_PASSES = 16
 
 
-class _LaneGreenlet(greenlet):  # type: ignore[misc]
+class _LaneGreenlet(greenlet):
     lane: LoopLane | None = None
 
 
@@ -94,6 +94,7 @@ class LoopLane:
         parked: What it was parked with; it goes on only when it is told to.
         ended: How its function ended.
         trial: What the lane trains, once its code has prepared something.
+        session: What a front end keeps with it.
         company: With whom it goes through an epoch.
         in_epoch: Whether it is in the middle of one.
         has_epochs: Whether it has ever begun one.
@@ -112,6 +113,7 @@ class LoopLane:
     is_parked: bool = False
     ended: Ended | None = None
     trial: Any = None
+    session: Any = None
     company: _Company = field(default_factory=_Company)
     in_epoch: bool = False
     has_epochs: bool = False
@@ -201,9 +203,10 @@ class Hub:
         self.function_modes = torch._C._len_torch_function_stack()
         self.dispatch_modes = torch._C._len_torch_dispatch_stack()
         self.fusion: Any = None
-        self._seeds = 0
-        self._stream = torch.get_rng_state()
-        self._mark()
+        # Two hubs have two streams, and the same seed of the caller gives the same ones.
+        self._seeds = int(torch.randint(2**62, ()))
+        self._mark_seed = -1
+        self._stream: torch.Tensor | None = None
         self._watch = _Watch(weakref.ref(self), silence)
 
     def start(self, name: str, function: Callable[[], Any]) -> LoopLane:
@@ -252,7 +255,6 @@ class Hub:
         for lane in list(self.lanes):
             self.stop(lane)
         self._watch.stop()
-        torch.set_rng_state(self._stream)
 
     # The lanes' turns
 
@@ -261,6 +263,18 @@ class Hub:
         self.greenlet, self.thread = getcurrent(), threading.get_ident()
         for lane in self.lanes:
             lane.greenlet.parent = self.greenlet
+        outside = torch.get_rng_state()
+        if self._stream is None:
+            self._mark()
+        else:
+            torch.set_rng_state(self._stream)
+        try:
+            return self._run()
+        finally:
+            self._stream = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+    def _run(self) -> list[LoopLane]:
         while True:
             while self._ready:
                 self.go_on()
@@ -273,7 +287,7 @@ class Hub:
             self._serve(waiting)
 
     def go_on(self) -> Any:
-        """Let the next lane run that has what it asked for; without one, the hub. Returns when the caller is let run."""
+        """Let the next lane run that has what it asked for, else the hub; returns when the caller's turn comes."""
         if not self._ready:
             return self.greenlet.switch()
         lane = self._ready.popleft()
@@ -329,7 +343,7 @@ class Hub:
         others = [group for group in groups.values() if not _request_of(group[0]).opens]
         # Who is in the middle of an epoch, or between two, will come here too; who has none need not be waited for.
         if opening and (not any(lane.has_epochs for group in others for lane in group) or _patience_is_over(opening)):
-            chosen = min(opening, key=lambda group: (-max(lane.passes for lane in group) // _MOST_PASSES, _length(group)))
+            chosen = min(opening, key=lambda group: (-(_passes(group) // _MOST_PASSES), _length(group)))
         else:
             chosen = min(others, key=_rank)
         for group in opening:
@@ -367,9 +381,7 @@ class Hub:
     def _mark(self) -> None:
         """Seed the shared stream such that a seed of the lanes' own code shows."""
         self._seeds += 1
-        generator = torch.Generator()
-        generator.set_state(self._stream)
-        self._mark_seed = int(torch.randint(2**62, (), generator=generator)) + self._seeds
+        self._mark_seed = self._seeds
         torch.default_generator.manual_seed(self._mark_seed)
 
 
@@ -381,6 +393,10 @@ def _request_of(lane: LoopLane) -> Request:
 def _rank(group: Sequence[LoopLane]) -> tuple[int, int, int, int]:
     behind = min(group, key=lambda lane: (lane.company.turns, lane.batch, lane.operations))
     return behind.company.turns, behind.batch, behind.operations, _request_of(group[0]).stage
+
+
+def _passes(group: Sequence[LoopLane]) -> int:
+    return max(lane.passes for lane in group)
 
 
 def _length(group: Sequence[LoopLane]) -> float:
@@ -424,7 +440,7 @@ class _Watch:
         running = hub.running
         name = "a lane" if running is None else running.name
         logger.warning(
-            "For %.0f s, %s has been running its own code, and %d other lanes wait for it: they share a thread, so code "
+            "For %.0f s, %s has been running its own code, and %d other lanes wait: they share a thread, so code "
             "that waits for another trial waits for ever. Where they are:\n%s",
             seconds,
             name,

@@ -45,7 +45,7 @@ def lines_name_trials() -> Iterator[None]:
     """Meanwhile what lanes write to stdout and stderr, warnings included, says which trial wrote it."""
     before = sys.stdout, sys.stderr
     out, err = _Lines(sys.stdout), _Lines(sys.stderr)
-    sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
+    sys.stdout, sys.stderr = out, err
     try:
         yield
     finally:

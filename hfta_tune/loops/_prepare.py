@@ -101,7 +101,7 @@ def _prepare_in(lane: LoopLane, objects: Iterable[Any]) -> list[Any]:
                     "inside the function that is trained."
                 )
             optimizers.append(given)
-        elif isinstance(given, LRScheduler) or isinstance(given, PreparedLoader):
+        elif isinstance(given, (LRScheduler, PreparedLoader)):
             pass
         elif callable(given) and not hasattr(given, "__iter__"):
             function = _function_key(lane, given)
@@ -142,7 +142,7 @@ def _function_key(lane: LoopLane, function: Any) -> int | None:
         key = None if signature.obstacle is not None else (signature.key, contents, function.training)
     else:
         key = comparable(function)
-        key = key if first_incomparable(key) is None or key == comparable(function) and _is_global(function) else None
+        key = key if first_incomparable(key) is None or _is_global(function) else None
     return None if key is None else lane.hub.fusion.function_key(key)
 
 

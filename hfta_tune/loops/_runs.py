@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -20,11 +20,12 @@ class LaneRuns:
     Args:
         strategy: "auto", "vmap" or "lane by lane".
         audit: Whether the first call of every kind is compared with each lane's own.
+        numbers: Numbers the arrays; by default from 0.
     """
 
-    def __init__(self, *, strategy: str = "auto", audit: bool = False) -> None:
+    def __init__(self, *, strategy: str = "auto", audit: bool = False, numbers: Iterator[int] | None = None) -> None:
         self._hub = Hub()
-        self._hub.fusion = self.fusion = Fusion(self._hub, strategy=strategy, audit=audit)
+        self._hub.fusion = self.fusion = Fusion(self._hub, strategy=strategy, audit=audit, numbers=numbers)
         self._output = contextlib.ExitStack()
 
     def __enter__(self) -> LaneRuns:
@@ -46,24 +47,47 @@ class LaneRuns:
         """Give a trial a lane; its function begins when others are waited for."""
         return self._hub.start(name, function)
 
+    def stop(self, lane: LoopLane) -> None:
+        """End a trial's function where it waits; its finally clauses run."""
+        self._hub.stop(lane)
+
+    def run_until_parked(self, lanes: Collection[LoopLane]) -> Iterator[tuple[LoopLane, Ended | None]]:
+        """Wake lanes that are parked and run until each of these has parked again or ended; yield each then."""
+        for lane in lanes:
+            if lane.is_parked:
+                self._hub.wake(lane)
+        awaited = set(lanes)
+        with lines_name_trials():
+            while awaited:
+                for lane in self._hub.run():
+                    awaited.discard(lane)
+                    if lane.ended is not None:
+                        self._say_how_it_ended(lane)
+                    yield lane, lane.ended
+
     def wait(self) -> Iterator[tuple[str, Ended, dict[str, Any] | None]]:
         """Run until some of the trials end; yield each with how it ended, and with where it was trained last."""
         for lane in self._hub.run():
             if lane.ended is not None:
-                if lane.ended.error is not None:
-                    _explain(lane)
-                elif lane.trial is None:
-                    self.fusion.warn_once(
-                        "The function never called hfta_tune.prepare, so its trials ran one by one: make models, "
-                        "optimizers, loaders and criteria ready with it, and call hfta_tune.backward(loss)."
-                    )
+                self._say_how_it_ended(lane)
                 yield lane.name, lane.ended, None if lane.trial is None else lane.trial.place
+
+    def _say_how_it_ended(self, lane: LoopLane) -> None:
+        assert lane.ended is not None
+        if lane.ended.error is not None:
+            _explain(lane)
+        elif lane.trial is None:
+            self.fusion.warn_once(
+                "The function never called hfta_tune.prepare, so its trials ran one by one: make models, "
+                "optimizers, loaders and criteria ready with it, and call hfta_tune.backward(loss)."
+            )
 
 
 def _explain(lane: LoopLane) -> None:
     """Say in an error's notes whose it is, and what to do about those that come of training together."""
     assert lane.ended is not None and lane.ended.error is not None
     error = lane.ended.error
-    error.add_note(f"raised by trial {lane.name}")
+    add_note = getattr(error, "add_note", lambda note: None)  # from Python 3.11 on
+    add_note(f"raised by trial {lane.name}")
     if "is a view and is being modified inplace" in str(error):
-        error.add_note("what a prepared model returns cannot be changed in place: y = y / t, not y /= t")
+        add_note("what a prepared model returns cannot be changed in place: y = y / t, not y /= t")

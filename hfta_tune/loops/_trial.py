@@ -164,7 +164,7 @@ class LoopTrial:
             self.sign()
         if len(self._parameters) != len(set(map(id, self.lane.model.parameters())) & set(map(id, self._parameters))):
             raise FusionError(
-                f"{self.name}: a parameter of a prepared model was replaced by another. Change models before prepare(), "
+                f"{self.name}: a parameter of a prepared model was replaced. Change models before prepare(), "
                 "or make the new model ready with prepare() and an optimizer of its own."
             )
 
@@ -199,7 +199,7 @@ class LoopTrial:
         return function(*args, **kwargs) if answer is ON_ITS_OWN else answer
 
     def backward(self, loss: Tensor, scale: float, retain_graph: bool | None) -> None:
-        """A loss is given to backward()."""
+        """A loss is to be differentiated."""
         if self.alone and not self.used:
             (loss * scale if scale != 1 else loss).backward(retain_graph=retain_graph)
             return
@@ -309,9 +309,7 @@ def form_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, A
         else:
             return Call(list(args), None), tuple([(arg.shape, arg.dtype) for arg in args])
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    form = tuple(
-        (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else _form_of_value(leaf) for leaf in leaves
-    )
+    form = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else _form_of_value(leaf) for leaf in leaves)
     return Call(leaves, structure), (repr(structure), form)
 
 

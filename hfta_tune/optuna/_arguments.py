@@ -28,16 +28,16 @@ def check_arguments(
     is_objective = callable(trainable) and not isinstance(trainable, (type, FusedTrainable))
     if not is_objective and not (isinstance(trainable, type) and issubclass(trainable, FusedTrainable)):
         raise TypeError(
-            "trainable must be a subclass of hfta_tune.FusedTrainable, or an objective, a function of one trial, but got "
-            f"{trainable!r}. Pass the class itself, not an instance."
+            "trainable must be a subclass of hfta_tune.FusedTrainable, or an objective, a function of one trial, but "
+            f"got {trainable!r}. Pass the class itself, not an instance."
         )
     if is_objective:
         unused = {"space": space, "epochs": epochs, "metric": metric, "device": device, "on_round": on_round}
         for name, value in unused.items():
             if value is not None:
                 raise TypeError(
-                    f"{name} is for a FusedTrainable but got {value!r} with the objective {trainable!r}. Leave it out: the "
-                    "objective itself suggests, counts epochs and returns its value."
+                    f"{name} is for a FusedTrainable but got {value!r} with the objective {trainable!r}. Leave it out: "
+                    "the objective itself suggests, counts epochs and returns its value."
                 )
     elif not callable(space):
         raise TypeError(

@@ -21,7 +21,7 @@ from ray.tune.result import TRIAL_INFO
 
 from hfta_tune._doubling import Memory
 from hfta_tune.rounds import Round
-from hfta_tune.trainable import FusedTrainable
+from hfta_tune.trainable import FusedTrainable, HostedTrainable
 from hfta_tune.tune._calls import Call, CallQueue
 from hfta_tune.tune._report import RoundReport, report_on
 from hfta_tune.tune._sealed import Sealed, portable
@@ -95,10 +95,10 @@ class WorkerActor:
         self._memory_every_s = memory_every_s
         self._memory_due = 0.0
         self._at_start = 0 if memory_every_s is None else self._memory_in_use()[0]
-        self._trainables: dict[int, FusedTrainable] = {}
+        self._trainables: dict[int, HostedTrainable] = {}
         self._errors: dict[int, Exception] = {}
         self._sealed: dict[int, Sealed] = {}
-        self._classes: dict[int, type[FusedTrainable]] = {}
+        self._classes: dict[int, type[HostedTrainable]] = {}
         self._ahead = _Ahead() if run_ahead else None
         self._calls = CallQueue()
         threading.Thread(target=self._work, name="hfta_tune", daemon=True).start()
@@ -175,7 +175,7 @@ class WorkerActor:
         with self._worker.running.hook(_HOOKS.get(method, method), [trainable._lane_name]):
             return getattr(trainable, method)(*arguments, **keywords)
 
-    def _stop(self, trainable: FusedTrainable) -> None:
+    def _stop(self, trainable: HostedTrainable) -> None:
         logger.info("Trial %s leaves its lane.", trainable._lane_name)
         try:
             with self._worker.running.hook("cleanup", [trainable._lane_name]):
@@ -256,7 +256,7 @@ class WorkerActor:
     def _may_run_ahead(self) -> bool:
         """Whether what a trainable saves is the worker's state alone, which can be held."""
         return all(
-            getattr(type(trainable), method) is getattr(FusedTrainable, method)
+            getattr(type(trainable), method) is getattr(FusedTrainable, method)  # of FusedTrainables only
             for trainable in self._trainables.values()
             for method in ("save_checkpoint", "load_checkpoint", "step", "train", "save", "restore")
         )

@@ -35,13 +35,14 @@ from ray.tune.experimental.output import IS_NOTEBOOK, AirVerbosity, get_air_verb
 from ray.tune.registry import _ParameterRegistry
 from ray.tune.result import STDERR_FILE, STDOUT_FILE, TRAINING_ITERATION, TRIAL_INFO
 from ray.tune.schedulers import FIFOScheduler, ResourceChangingScheduler, TrialScheduler
+from ray.tune.trainable import FunctionTrainable
 
 from hfta_tune._doubling import LaneDoubling
 from hfta_tune._kinds import Kinds
 from hfta_tune.monitor import Figures, observers_of_experiment
 from hfta_tune.packing import Packer, WorkerState
 from hfta_tune.rounds import EndReason, Observer, Observers
-from hfta_tune.trainable import FusedTrainable
+from hfta_tune.trainable import HostedTrainable
 from hfta_tune.tune._actor import WorkerActor
 from hfta_tune.tune._logs import DeferredLogs
 from hfta_tune.tune._names import named
@@ -440,8 +441,11 @@ class LaneActorManager(RayActorManager):
         on_error: Callable[[TrackedActor, Exception], None] | None = None,
     ) -> TrackedActor:
         kind = _trainable_class(cls)
-        if not issubclass(kind, FusedTrainable):
-            self._say_once(f"{kind.__name__} is no FusedTrainable, so each of its trials runs in a process of its own.")
+        if not issubclass(kind, HostedTrainable):
+            remedy = "; make it one with hfta_tune.fusible" if issubclass(kind, FunctionTrainable) else ""
+            self._say_once(
+                f"{kind.__name__} is no FusedTrainable, so each of its trials runs in a process of its own{remedy}."
+            )
             return super().add_actor(
                 cls, kwargs, resource_request, on_start=on_start, on_stop=on_stop, on_error=on_error
             )
