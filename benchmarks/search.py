@@ -10,6 +10,8 @@ epochs, from the seed's initial weights, with as many threads. Nothing is pruned
 
 Seeds are those of the samplers and of the initial weights. All contenders run a seed before the next one begins, in
 an order that rotates, in one process, after short searches that do not count. Seconds are those since the search began.
+The searches with B trials at once have more trials (--more): what they have found when one at a time has ended is what
+they are worth at equal wall time.
 
 Ask and tell: what suggesting and telling a trial costs in hfta_tune.optimize when the study has many finished trials.
 """
@@ -169,7 +171,8 @@ def tpe(seed: int, lanes: int) -> BaseSampler:
 
 
 def structure_first(seed: int, lanes: int) -> BaseSampler:
-    return StructureFirst(tpe(seed, lanes), structural="auto", lanes=lanes)
+    # Several groups share the lanes: groups of B would leave a short search with fewer structures than there are.
+    return StructureFirst(tpe(seed, lanes), structural="auto", lanes=min(lanes, COMPANY + 1))
 
 
 def random(seed: int, lanes: int) -> BaseSampler:
@@ -256,12 +259,13 @@ def lanes_of_arrays(trials: Sequence[FrozenTrial]) -> list[int]:
 
 def run_searches(args: argparse.Namespace) -> list[Search]:
     for name in args.only:
-        run_search(name, 0, 2 * args.B, 1, args.B)
+        run_search(name, 0, 2 * args.B, 1, args.B)  # imports, first calls
     searches = []
     for seed in range(args.seeds):
         shift = seed % len(args.only)
         for name in args.only[shift:] + args.only[:shift]:
-            searches.append(run_search(name, seed, args.trials, args.epochs, args.B))
+            trials = args.trials * (args.more if CONTENDERS[name].fused else 1)
+            searches.append(run_search(name, seed, trials, args.epochs, args.B))
             own = searches[-1]
             print(
                 f"seed {seed}, {label_of(name, args.B)}: {own.best_so_far()[-1]:.2%} after {own.seconds[-1]:.1f} s; "
@@ -342,8 +346,8 @@ def by_contender(searches: Sequence[Search]) -> dict[str, list[Search]]:
 def print_quality(grouped: Mapping[str, Sequence[Search]], lanes: int) -> None:
     trials = min(len(search.accuracies) for own in grouped.values() for search in own)
     counts = sorted({max(1, trials * sixths // 6) for sixths in (1, 2, 4, 6)})
-    slowest = max(grouped, key=lambda name: median_seconds(grouped[name]))
-    times = [median_seconds(grouped[slowest]) * share for share in (1 / 8, 1 / 4, 1 / 2, 1)]
+    slowest = ALONE if ALONE in grouped else max(grouped, key=lambda name: median_seconds(grouped[name], trials))
+    times = [median_seconds(grouped[slowest], trials) * share for share in (1 / 8, 1 / 4, 1 / 2, 1)]
     seeds = max(map(len, grouped.values()))
     by_trials, by_time = [], []
     for name, own in grouped.items():
@@ -351,19 +355,17 @@ def print_quality(grouped: Mapping[str, Sequence[Search]], lanes: int) -> None:
         mean = middle(curves.mean(axis=1))
         by_trials.append([label_of(name, lanes), *(middle(curves[:, count - 1]) for count in counts), mean])
         reached = [middle([float(search.best_after(seconds)) for search in own]) for seconds in times]
-        by_time.append([label_of(name, lanes), *reached, f"{median_seconds(own):.1f}"])
+        by_time.append([label_of(name, lanes), *reached, f"{median_seconds(own, trials):.1f}"])
     print(f"\nBest validation accuracy in %, median of {seeds} seeds (quartiles):\n")
     digits.print_table(["after trials:", *map(str, counts), "mean over the trials"], by_trials)
     print()
     digits.print_table(["after seconds:", *(f"{seconds:.2f}" for seconds in times), f"s, {trials} trials"], by_time)
-    print(
-        "\nmean over the trials: of the best so far, after each trial. A search that is over keeps its best. It could"
-    )
-    print("have gone on, so at the later times the faster contenders' figures are lower than they might be.")
+    print("\nmean over the trials: of the best so far, after each trial. A search that is over keeps its best.")
 
 
-def median_seconds(searches: Sequence[Search]) -> float:
-    return float(np.median([search.seconds[-1] for search in searches]))
+def median_seconds(searches: Sequence[Search], trials: int = 0) -> float:
+    """The seconds that the searches took for so many trials; by default for all."""
+    return float(np.median([search.seconds[trials - 1] for search in searches]))
 
 
 def print_differences(grouped: Mapping[str, Sequence[Search]], lanes: int) -> None:
@@ -374,14 +376,14 @@ def print_differences(grouped: Mapping[str, Sequence[Search]], lanes: int) -> No
         if name == ALONE or len(pairs) < 2:
             continue
         trials = min(len(search.accuracies) for pair in pairs for search in pair)
-        end = f"at the end of its search ({median_seconds(searches):.1f} s)"
+        seconds = float(np.median([alone.seconds[-1] for _, alone in pairs]))
         measures: dict[str, Callable[[Search, Search], float]] = {
             f"after {trials} trials": lambda search, _, last=trials - 1: search.best_so_far()[last],
             "mean over the trials": lambda search, _, trials=trials: search.best_so_far()[:trials].mean(),
-            end: lambda search, own: np.nan_to_num(search.best_after(own.seconds[-1])),
+            f"after {seconds:.1f} s": lambda search, alone: np.nan_to_num(search.best_after(alone.seconds[-1])),
         }
         for what, measure in measures.items():
-            values = np.array([[measure(own, own), measure(alone, own)] for own, alone in pairs])
+            values = np.array([[measure(own, alone), measure(alone, alone)] for own, alone in pairs])
             rows.append([label_of(name, lanes), what, *difference(100 * values)])
     if not rows:
         return
@@ -389,7 +391,7 @@ def print_differences(grouped: Mapping[str, Sequence[Search]], lanes: int) -> No
     digits.print_table(["", "best accuracy", "median", "95% interval", "spread alone", "verdict"], rows)
     print("\n95% interval: of the median difference, bootstrapped over the seeds (scipy.stats.bootstrap, percentiles).")
     print("spread alone: between the quartiles of one at a time, over the seeds. within noise: the interval has 0.")
-    print("at the end of its search: one at a time has what it found in as many seconds.")
+    print("after seconds: when one at a time, of the same seed, has ended.")
 
 
 def difference(values: np.ndarray) -> list[str]:
@@ -446,6 +448,7 @@ def draw(grouped: Mapping[str, Sequence[Search]], lanes: int, path: Path) -> Non
 
     trials = min(len(search.accuracies) for own in grouped.values() for search in own)
     ends = {name: median_seconds(own) for name, own in grouped.items()}
+    end = ends.get(ALONE, max(ends.values()))
     firsts = [max(search.seconds[0] for search in own) for own in grouped.values()]
     figure, (by_trials, by_time) = pyplot.subplots(1, 2, figsize=(12, 4.8), sharey=True, layout="constrained")
     floor = 1.0
@@ -455,12 +458,12 @@ def draw(grouped: Mapping[str, Sequence[Search]], lanes: int, path: Path) -> Non
         first = min(trials // 2, 4)
         floor = min(floor, np.percentile(curves[:, first], 25))
         plot_band(by_trials, np.arange(1, trials + 1), curves, style)
-        times = np.geomspace(max(search.seconds[0] for search in own), max(ends[name], *firsts), 400)
+        times = np.geomspace(max(search.seconds[0] for search in own), max(min(end, ends[name]), *firsts), 400)
         plot_band(by_time, times, np.stack([search.best_after(times) for search in own]), style)
-        last = np.median(curves[:, -1])
-        by_time.plot(times[-1], 100 * last, "o", color=style["color"])
+        after = median_seconds(own, trials)
+        by_time.plot(after, 100 * np.median([search.best_after(after) for search in own]), "o", color=style["color"])
     by_trials.set(xlabel="trials that have ended", ylabel="best validation accuracy, %", xlim=(1, trials))
-    by_time.set(xlabel="seconds since the search began (dot: its last trial has ended)", xscale="log")
+    by_time.set(xlabel=f"seconds since the search began (dot: {trials} trials have ended)", xscale="log")
     by_time.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
     by_time.xaxis.set_major_formatter("{x:g}")
     by_trials.set_ylim(100 * floor, None)
@@ -480,8 +483,9 @@ def plot_band(axes: Any, x: np.ndarray, curves: np.ndarray, style: Mapping[str, 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--trials", type=int, default=96, help="trials of a search")
-    parser.add_argument("--epochs", type=int, default=10, help="epochs of a trial")
+    parser.add_argument("--trials", type=int, default=64, help="trials of a search")
+    parser.add_argument("--epochs", type=int, default=20, help="epochs of a trial")
+    parser.add_argument("--more", type=int, default=2, help="how many times --trials the searches of B at once have")
     parser.add_argument("--B", type=int, default=16, help="trials that train at once")
     parser.add_argument("--only", default=",".join(CONTENDERS), help=f"some of {','.join(CONTENDERS)}")
     parser.add_argument("--finished", type=int, default=1000, help="finished trials for ask and tell; 0 leaves it out")
@@ -492,7 +496,7 @@ def parse_args() -> argparse.Namespace:
     args.only = args.only.split(",")
     if unknown := set(args.only) - set(CONTENDERS):
         parser.error(f"--only knows {','.join(CONTENDERS)}, not {','.join(sorted(unknown))}.")
-    for name in ("seeds", "trials", "epochs", "B", "threads"):
+    for name in ("seeds", "trials", "epochs", "more", "B", "threads"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be positive but got {getattr(args, name)}.")
     return args

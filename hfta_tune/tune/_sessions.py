@@ -76,7 +76,7 @@ class _SessionOfTheLane:
 def serve_sessions_of_lanes() -> Any:
     """Meanwhile Tune's functions speak to the session of the lane that calls them."""
     before = of_process._session
-    of_process._session = _SessionOfTheLane()  # type: ignore[assignment]
+    of_process._session = _SessionOfTheLane()
     try:
         yield
     finally:
