@@ -1,6 +1,7 @@
 """Tunes an MLP on scikit-learn's digits with Ray Tune: a function trainable with a training loop of its own."""
 
 import argparse
+import time
 
 import torch
 from digits import load_split
@@ -38,6 +39,7 @@ args = parser.parse_args()
 
 start_ray(2)
 space = {"lr": tune.loguniform(1e-4, 3e-2), "weight_decay": tune.loguniform(1e-5, 1e-1), "epochs": args.epochs}
+begun = time.perf_counter()
 analysis = tune.run(
     train,
     config=space,
@@ -48,5 +50,5 @@ analysis = tune.run(
     resources_per_trial={"cpu": 1},
     verbose=0,
 )
-print(f"{len(analysis.trials)} trials in {analysis.stats()['timestamp'] - analysis.stats()['start_time']:.0f} s")
+print(f"{len(analysis.trials)} trials in {time.perf_counter() - begun:.0f} s")
 print(f"best accuracy {analysis.best_result['accuracy']:.4f} with lr {analysis.best_config['lr']:.2g}")

@@ -84,9 +84,14 @@ def run(storage: str, config: dict[str, Any], *, packed: bool, base: Any = None,
     return tune.run(hfta_tune.fusible(train) if packed else train, **{**given, **more})
 
 
+def trials_of(analysis: Any) -> list[Any]:
+    """In the order they were proposed; Tune moves a trial that is tried again to the end."""
+    return sorted(analysis.trials, key=lambda trial: trial.trial_id)
+
+
 def results_of(analysis: Any) -> list[list[dict[str, Any]]]:
     frames = analysis.trial_dataframes
-    return [frames[trial.path].to_dict("records") for trial in analysis.trials]
+    return [frames[trial.trial_id].to_dict("records") for trial in trials_of(analysis)]
 
 
 def test_results_checkpoints_and_files_are_stock_tunes(storage: str) -> None:
@@ -98,7 +103,7 @@ def test_results_checkpoints_and_files_are_stock_tunes(storage: str) -> None:
         assert [row["epoch"] for row in ours] == list(range(EPOCHS)) == [row["epoch"] for row in theirs]
         assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in theirs], rel=1e-4)
         assert ours[0].keys() >= theirs[0].keys()
-    for ours, theirs in zip(packed.trials, stock.trials, strict=True):
+    for ours, theirs in zip(trials_of(packed), trials_of(stock), strict=True):
         assert ours.last_result["id"] == ours.trial_id
         files = [{path.name.split(".")[0] for path in Path(trial.path).glob("*")} for trial in (ours, theirs)]
         assert files[0] == files[1]
@@ -133,7 +138,7 @@ def test_a_failed_trial_goes_on_from_its_checkpoint_and_the_others_do_not_notice
     }
     analysis = run(storage, marked, packed=True, max_failures=1)
     assert [trial.status for trial in analysis.trials] == ["TERMINATED"] * 3
-    assert [trial.num_failures for trial in analysis.trials] == [0, 1, 0]
+    assert [trial.num_failures for trial in trials_of(analysis)] == [0, 1, 0]
     rows = results_of(analysis)
     assert [row["epoch"] for row in rows[1]] == list(range(EPOCHS)) and rows[1][-1]["first"] == 3
     plain = results_of(run(storage, config, packed=False))
@@ -164,7 +169,7 @@ def test_pbt_exploits(storage: str) -> None:
     analysis = run(storage, config, packed=True, base=base, stop={"training_iteration": 6})
     assert [trial.status for trial in analysis.trials] == ["TERMINATED"] * 3
     worst = results_of(analysis)[0]
-    assert worst[-1]["first"] > 0 and analysis.trials[0].config["lr"] > 1e-6
+    assert worst[-1]["first"] > 0 and trials_of(analysis)[0].config["lr"] > 1e-6
     assert worst[-1]["loss"] < worst[1]["loss"]
 
 

@@ -180,7 +180,11 @@ def _run_direction(
         if projection is not None:
             state = (projection(None, state[0]), *state[1:])
         outputs.append(state[0])
-    return torch.stack(outputs[::-1] if reverse else outputs, 1), state
+    output = torch.stack(outputs[::-1] if reverse else outputs, 1)
+    if dtype is not None and cell is _LSTM and projection is None:
+        # From one time step to the next the cell state stays in the precision that it came in.
+        return output.to(dtype), tuple(part.to(dtype) for part in state)
+    return output, state
 
 
 @functools.cache

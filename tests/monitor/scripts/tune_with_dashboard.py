@@ -95,7 +95,11 @@ actors = [
     {"name": own.name, "repr": own.repr_name, "class": own.class_name}
     for own in list_actors(address=dashboard, detail=True)
 ]
-tasks = sorted({task.name for task in list_tasks(address=dashboard, limit=10_000)})
+tasks: list[str] = []
+give_up = time.monotonic() + 60
+while not any(task.startswith("stop") for task in tasks) and time.monotonic() < give_up:  # Ray tells once a second
+    time.sleep(0.5)
+    tasks = sorted({task.name for task in list_tasks(address=dashboard, limit=10_000)})
 print(json.dumps({"trials": trials, "actors": actors, "tasks": tasks}), flush=True)
 sys.stdin.readline()
 ray.shutdown()
