@@ -269,7 +269,8 @@ class _Worker:
         Args:
             method: What it is to do.
             arguments: With what.
-            label: What Ray's pages call this; by default the method's name.
+            label: What Ray's pages call this; by default the method's name. Ray keeps a series of its metrics for
+                each, in the driver's memory and in Prometheus, so it must not name the trial.
         """
         future = self.actor.submit.options(name=label or method).remote(self._calls, method, *arguments)
         self._calls += 1
@@ -316,8 +317,7 @@ class _LaneMethod:
     def remote(self, *arguments: Any, **keywords: Any) -> ray.ObjectRef:
         assert self._lane.worker is not None
         given = Sealed((arguments, keywords), f"an argument of {self._name}")
-        label = f"{self._name} {self._lane.trial_id}"
-        return self._lane.worker.send("call", self._lane.number, self._name, given, label=label)
+        return self._lane.worker.send("call", self._lane.number, self._name, given, label=self._name)
 
 
 class _NoMetrics:
@@ -725,7 +725,7 @@ class LaneActorManager(RayActorManager):
         sealed = Sealed(
             (config, kwargs["storage"]), f"The config or the storage of trial {config[TRIAL_INFO].trial_id}"
         )
-        worker.send("create", lane.number, key, sealed, label=f"create {lane.trial_id}")
+        worker.send("create", lane.number, key, sealed)
         if self._no_metrics is None:
             self._no_metrics = ray.put({})
         handle = LaneHandle(lane, self._no_metrics)

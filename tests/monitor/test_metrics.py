@@ -38,7 +38,7 @@ class Run:
     Attributes:
         dashboard, exporter: Addresses of Ray's pages and of what Prometheus scrapes.
         during: The lines of the exporter while trials trained.
-        trials, actors, tasks: As the script gives them.
+        trials, actors, tasks, log: As the script gives them.
         prometheus: Where a Prometheus answers that scrapes the exporter; None where it is not installed.
     """
 
@@ -71,7 +71,8 @@ class Run:
     def finish(self) -> None:
         self.during: list[str] = self.read("exported")["exported"]
         told = self.read("trials")
-        self.trials, self.actors, self.tasks = told["trials"], told["actors"], told["tasks"]
+        self.trials, self.actors = told["trials"], told["actors"]
+        self.tasks, self.log = told["tasks"], told["log"]
 
     def read(self, key: str) -> dict[str, Any]:
         """The next line of the script that has this key; Ray may print others."""
@@ -196,9 +197,11 @@ def test_types_and_labels(run: Run) -> None:
 
 def test_names_in_the_state_api(run: Run) -> None:
     assert run.actors == [{"name": "hfta_tune:climbs:0", "repr": "hfta_tune:climbs:0", "class": "WorkerActor"}]
+    assert {"create", "round", "stop"} <= set(run.tasks)
+    # Ray's metrics have a series for each name.
+    assert not [task for task in run.tasks if any(trial["id"] in task for trial in run.trials)]
     for trial in run.trials:
-        assert f"create {trial['id']}" in run.tasks
-    assert "round" in run.tasks and f"stop {run.trials[0]['id']}" in run.tasks
+        assert f"Trial {trial['id']} takes a lane." in run.log and f"Trial {trial['id']} leaves its lane." in run.log
 
 
 def test_pages(run: Run, browser: webdriver.Chrome, tmp_path: Path) -> None:

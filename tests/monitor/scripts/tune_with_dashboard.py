@@ -65,6 +65,7 @@ context = ray.init(
     include_dashboard=True,
     dashboard_port=0,
     log_to_driver=False,
+    logging_config=ray.LoggingConfig(log_level="INFO"),
     _system_config={"metrics_report_interval_ms": 1000},
 )
 exporter = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
@@ -95,11 +96,12 @@ actors = [
     {"name": own.name, "repr": own.repr_name, "class": own.class_name}
     for own in list_actors(address=dashboard, detail=True)
 ]
+log = "".join(path.read_text() for path in Path(context.address_info["session_dir"], "logs").glob("worker-*.err"))
 tasks: list[str] = []
 give_up = time.monotonic() + 60
 while not any(task.startswith("stop") for task in tasks) and time.monotonic() < give_up:  # Ray tells once a second
     time.sleep(0.5)
     tasks = sorted({task.name for task in list_tasks(address=dashboard, limit=10_000)})
-print(json.dumps({"trials": trials, "actors": actors, "tasks": tasks}), flush=True)
+print(json.dumps({"trials": trials, "actors": actors, "tasks": tasks, "log": log}), flush=True)
 sys.stdin.readline()
 ray.shutdown()
