@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from hfta_tune.fusion.compiled_forms import FORMS
+
 __all__ = ["BoundStep", "CompiledStep", "Tensors"]
 
 Tensors: TypeAlias = Any
@@ -58,10 +60,10 @@ class CompiledStep:
             return out
 
         with fake, enable_python_dispatcher():
-            record = make_fx(flat_step)(*stand_ins)
+            record = make_fx(flat_step, decomposition_table=FORMS)(*stand_ins)
         record.graph.eliminate_dead_code()
         with torch.no_grad():
-            self._run: Any = compile_fx(record, stand_ins)
+            self._run: Any = compile_fx(record, stand_ins, config_patches={"realize_opcount_threshold": 100})
         self._result = results[0]
 
     def bind(self, tensors: dict[str, Tensors]) -> BoundStep:
