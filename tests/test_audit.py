@@ -464,7 +464,7 @@ def test_a_compiled_step(
 
         def call(self: BoundStep, batch: Any) -> Any:
             result = real(self, batch)
-            self._inputs[2][1] *= 1.01  # the second lane's weights of the last layer
+            self._blocks[0][2][1] *= 1.01  # the second lane's weights of the last layer
             return result
 
         monkeypatch.setattr(BoundStep, "__call__", call)

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from hfta_tune.fusion.alone import evaluate_lane, step_lane, train_lane
 from hfta_tune.fusion.audit import Difference, NotAuditable, audit_compiled, audit_vmap
 from hfta_tune.fusion.batch import constants_of_batch, form_of_batch
-from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, VMAP, StrategyChoice
+from hfta_tune.fusion.choice import BLOCKS, COMPILED, LANE_BY_LANE, VMAP, StrategyChoice
 from hfta_tune.fusion.compiled import BoundStep
 from hfta_tune.fusion.compiled_steps import CompiledSteps, StepCache
 from hfta_tune.fusion.failure import TornByOutOfMemory
@@ -40,10 +40,10 @@ class FusedArray:
     """Trains lanes whose models and optimizers have equal signatures.
 
     Strategies: "vmap" (stacked tensors, one call of the step for all lanes), "compiled" (that as one
-    compiled function, optimizer included) and "lane by lane" (plain PyTorch on each lane's own model, one
-    after the other; native optimizers still step for all lanes at once). Those that can train the array are
-    measured on its own steps, and the fastest goes on. A single lane has nothing to share, so it trains in
-    plain PyTorch.
+    compiled function, optimizer included; "compiled by 8" and "compiled by 32" call it for about so many lanes at a
+    time) and "lane by lane" (plain PyTorch on each lane's own model, one after the other; native optimizers still
+    step for all lanes at once). Those that can train the array are measured on its own steps, and the fastest goes
+    on. A single lane has nothing to share, so it trains in plain PyTorch.
 
     Args:
         device: Where the lanes' tensors are.
@@ -73,7 +73,11 @@ class FusedArray:
         self.options = options
         self._device = device
         self._stacking = Stacking(device)
-        self._choice = StrategyChoice([s for s in strategies if s != COMPILED], may_compile=COMPILED in strategies)
+        self._choice = StrategyChoice(
+            [s for s in strategies if s != COMPILED],
+            may_compile=COMPILED in strategies,
+            by_blocks=device.type == "cpu",
+        )
         self._cache: StepCache = {} if compiled is None else compiled
         self._vmapped = VmappedSteps(self._stacking, options, device)
         self._compiled = CompiledSteps(self._stacking, self._vmapped, options, self._cache)
@@ -122,8 +126,8 @@ class FusedArray:
     def give_up_vmap(self, *, training: bool) -> None:
         """Go lane by lane from now on, in the training or the evaluation steps."""
         if training:
-            self._choice.drop(VMAP)
-            self._choice.drop(COMPILED)
+            for strategy in (VMAP, COMPILED, *BLOCKS):
+                self._choice.drop(strategy)
         else:
             self._can_vmap_evaluation = False
             self.set_mode(training=self._stacking.training)
@@ -172,12 +176,13 @@ class FusedArray:
             for lane in self.lanes:
                 lane.mark_optimizers_called()
         strategy = self.strategy
-        if self._audit is not None and strategy not in (*self._audited, LANE_BY_LANE):
-            self._run_audit(strategy, step, batch)
+        audited = COMPILED if strategy in BLOCKS else strategy
+        if self._audit is not None and audited not in (*self._audited, LANE_BY_LANE):
+            self._run_audit(audited, step, batch)
             strategy = self.strategy
         run: Callable[[], dict[str, Tensor]]
-        if strategy == COMPILED:
-            bound = self._compiled.for_batch(batch)
+        if strategy in (COMPILED, *BLOCKS):
+            bound = self._compiled.for_batch(batch, BLOCKS.get(strategy))
             if bound is None:
                 return self._train_vmap(step, batch, update)
             run = functools.partial(self._train_compiled, bound, batch, update)

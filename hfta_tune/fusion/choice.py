@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 
 from hfta_tune.fusion.compile_notes import Expected
 
-__all__ = ["COMPILED", "LANE_BY_LANE", "VMAP", "StrategyChoice"]
+__all__ = ["BLOCKS", "COMPILED", "LANE_BY_LANE", "VMAP", "StrategyChoice"]
 
 VMAP = "vmap"
 COMPILED = "compiled"
 LANE_BY_LANE = "lane by lane"
+BLOCKS = {"compiled by 8": 8, "compiled by 32": 32}
+"""{strategy: how many lanes train at a time}: what a block of lanes computes stays in a CPU's cache."""
 
-_SAMPLES = {VMAP: 3, LANE_BY_LANE: 2, COMPILED: 3}
+_SAMPLES = {LANE_BY_LANE: 2}
+_SAMPLES_OF_OTHERS = 3
 # Where nobody knows how long a run will be, compiling may cost this part of what it has taken so far.
 _UNKNOWN_RUN_SHARE = 0.05
 
@@ -28,11 +31,13 @@ class StrategyChoice:
     Attributes:
         candidates: The strategies that can train this array, best guess first.
         may_compile: Whether compiling may still be tried.
+        by_blocks: Whether a compiled step may train the lanes block by block.
         seconds: {strategy: median seconds a step}, as far as measured.
     """
 
     candidates: list[str] = field(default_factory=lambda: [VMAP, LANE_BY_LANE])
     may_compile: bool = True
+    by_blocks: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     _samples: dict[str, list[float]] = field(default_factory=dict)
     _lanes: int = 0
@@ -50,10 +55,11 @@ class StrategyChoice:
             self.measure_again()
         if not self.seconds:
             self._lanes = lanes
-        for candidate in self.candidates:
+        usable = [name for name in self.candidates if 2 * BLOCKS.get(name, 0) <= lanes]
+        for candidate in usable:
             if candidate not in self.seconds:
                 return candidate
-        return min(self.candidates, key=self.seconds.__getitem__)
+        return min(usable, key=self.seconds.__getitem__)
 
     def measuring(self, strategy: str) -> bool:
         """Whether the duration of a step in this strategy is wanted."""
@@ -63,7 +69,7 @@ class StrategyChoice:
         """Note how long a step took."""
         samples = self._samples.setdefault(strategy, [])
         samples.append(seconds)
-        if len(samples) == _SAMPLES[strategy] + 1:
+        if len(samples) == _SAMPLES.get(strategy, _SAMPLES_OF_OTHERS) + 1:
             self.seconds[strategy] = statistics.median(samples[1:])
 
     def measure_again(self) -> None:
@@ -95,12 +101,11 @@ class StrategyChoice:
         """Compiling was tried; if the compiled step is there, it is measured next."""
         self.may_compile = False
         if there:
-            self.candidates.append(COMPILED)
+            self.candidates += [COMPILED, *(BLOCKS if self.by_blocks else ())]
 
     @property
     def gain_of_compiling(self) -> float | None:
         """The part of the time of the best other strategy that the compiled step saves, once it is measured."""
-        others = [seconds for name, seconds in self.seconds.items() if name != COMPILED]
-        if COMPILED not in self.seconds or not others:
-            return None
-        return 1 - self.seconds[COMPILED] / min(others)
+        compiled = [seconds for name, seconds in self.seconds.items() if name in (COMPILED, *BLOCKS)]
+        others = [seconds for name, seconds in self.seconds.items() if name not in (COMPILED, *BLOCKS)]
+        return 1 - min(compiled) / min(others) if compiled and others else None

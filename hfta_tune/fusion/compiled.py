@@ -66,23 +66,49 @@ class CompiledStep:
             self._run: Any = compile_fx(record, stand_ins, config_patches={"realize_opcount_threshold": 100})
         self._result = results[0]
 
-    def bind(self, tensors: dict[str, Tensors]) -> BoundStep:
-        """Bind the step to tensors of the example's structure, with any number of lanes; only batches still vary."""
+    def bind(self, tensors: dict[str, Tensors], block: int | None = None) -> BoundStep:
+        """Bind the step to tensors of the example's structure, with any number of lanes; only batches still vary.
+
+        Args:
+            tensors: The tensors.
+            block: How many lanes to train at a time, about; by default all.
+        """
         given = [leaf for leaf in pytree.tree_leaves(tensors) if isinstance(leaf, Tensor)]
-        return BoundStep(self._run, given, self._batch_places, self._result)
+        return BoundStep(self._run, self._blocks(given, block), self._batch_places, self._result)
+
+    def _blocks(self, given: list[Tensor], block: int | None) -> list[list[Tensor]]:
+        batch = given[self._batch_places]
+        own = given[: self._batch_places.start]
+        lanes = len(own[0]) if own else 0
+        if block is None or lanes <= block:
+            return [given]
+        split = [tensor.tensor_split(-(-lanes // block)) for tensor in own]
+        return [[*parts, *batch] for parts in zip(*split, strict=True)]
 
 
 class BoundStep:
-    """A compiled step with all its inputs in place but the batch."""
+    """A compiled step with all its inputs in place but the batch.
 
-    def __init__(self, run: Any, inputs: list[Tensor], batch_places: slice, result: Any) -> None:
-        self._run, self._inputs, self._batch_places, self._result = run, inputs, batch_places, result
+    Args:
+        run: What was compiled.
+        blocks: Its inputs, of each block of lanes.
+        batch_places: Where among them the batch goes.
+        result: The structure of what it returns.
+    """
+
+    def __init__(self, run: Any, blocks: list[list[Tensor]], batch_places: slice, result: Any) -> None:
+        self._run, self._blocks, self._batch_places, self._result = run, blocks, batch_places, result
 
     def __call__(self, batch: Tensors) -> Tensors:
         """Run the step on a batch of the example's form."""
-        self._inputs[self._batch_places] = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
         with torch.no_grad():
-            return pytree.tree_unflatten(list(self._run(*self._inputs)), self._result)
+            parts = []
+            for inputs in self._blocks:
+                inputs[self._batch_places] = leaves
+                parts.append(self._run(*inputs))
+            whole = parts[0] if len(parts) == 1 else [torch.cat(own) for own in zip(*parts, strict=True)]
+            return pytree.tree_unflatten(list(whole), self._result)
 
 
 def _batch_leaves(tensors: dict[str, Tensors]) -> list[bool]:

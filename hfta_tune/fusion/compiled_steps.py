@@ -84,8 +84,13 @@ class CompiledSteps:
         if self._seen[form] >= max(self._seen.values()):
             self._usual = (step, batch, names)
 
-    def for_batch(self, batch: Any) -> BoundStep | None:
-        """Return the compiled step for a batch, with the lanes' tensors, or None."""
+    def for_batch(self, batch: Any, block: int | None = None) -> BoundStep | None:
+        """Return the compiled step for a batch, with the lanes' tensors, or None.
+
+        Args:
+            batch: The batch.
+            block: How many lanes it is to train at a time; by default all.
+        """
         self._forget_after_moves()
         form = form_of_batch(batch), constants_of_batch(batch)
         if form not in self._run_once:
@@ -94,10 +99,10 @@ class CompiledSteps:
         if self._bound_to is not updates:
             self._bound.clear()
             self._bound_to = updates
-        if form not in self._bound:
+        if (form, block) not in self._bound:
             compiled = self._cache.get(self._form(batch, updates))
-            self._bound[form] = None if compiled is None else compiled.bind(self._tensors(batch, updates))
-        return self._bound[form]
+            self._bound[form, block] = None if compiled is None else compiled.bind(self._tensors(batch, updates), block)
+        return self._bound[form, block]
 
     @property
     def can_compile(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, VMAP, StrategyChoice
+from hfta_tune.fusion.choice import BLOCKS, COMPILED, LANE_BY_LANE, VMAP, StrategyChoice
 from hfta_tune.fusion.compile_notes import UNKNOWN, Expected
 
 
@@ -102,6 +102,21 @@ def test_a_compiled_step_is_measured_like_the_others() -> None:
         assert choice.strategy(8) == expected
         assert choice.gain_of_compiling == pytest.approx(1 - seconds / 0.1)
         assert not choice.could_compile(8)
+
+
+def test_blocks_of_lanes_are_measured_where_there_are_lanes_for_two() -> None:
+    for lanes, sizes in ((12, []), (16, [8]), (63, [8]), (64, [8, 32])):
+        choice = StrategyChoice(by_blocks=True)
+        settle(choice, lanes, {VMAP: 0.1, LANE_BY_LANE: 0.2})
+        choice.compiled(there=True)
+        names = [name for name, size in BLOCKS.items() if size in sizes]
+        for name in (COMPILED, *names):
+            assert choice.strategy(lanes) == name
+            settle(choice, lanes, {name: 0.05 if name == COMPILED else 0.04})
+        assert choice.strategy(lanes) == (names or [COMPILED])[0]
+        assert choice.gain_of_compiling == pytest.approx(0.6 if names else 0.5)
+        if lanes == 16:
+            assert choice.strategy(15) == COMPILED  # a lane has left
 
 
 def test_what_did_not_compile_is_not_tried_again() -> None:

@@ -12,6 +12,7 @@ from trainables import Points
 
 from hfta_tune import FusedTrainable, Worker
 from hfta_tune.fusion import COMPILED
+from hfta_tune.fusion.compiled import CompiledStep
 
 pytestmark = pytest.mark.slow
 
@@ -77,10 +78,17 @@ class Counting(Points):
         return super().training_step(model, batch, config) / self.calls
 
 
-@pytest.mark.parametrize("kind", [Normed, Viewed, Momentum])
+@pytest.mark.parametrize(("kind", "block"), [(Normed, None), (Viewed, None), (Momentum, None), (Normed, 2)])
 def test_compiled_lanes_train_as_alone(
-    kind: type[FusedTrainable], always_compiles: None, compiled_steps: list[int]
+    kind: type[FusedTrainable],
+    block: int | None,
+    always_compiles: None,
+    compiled_steps: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """All lanes at once, and in blocks."""
+    bind = CompiledStep.bind
+    monkeypatch.setattr(CompiledStep, "bind", lambda self, tensors, _=None: bind(self, tensors, block))
     worker = Worker(6, device="cpu")
     alone = {}
 
