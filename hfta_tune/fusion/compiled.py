@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -35,7 +37,7 @@ class CompiledStep:
         from torch._inductor.compile_fx import compile_fx
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv, is_concrete_int
 
         leaves, self._structure = pytree.tree_flatten(tensors)
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
@@ -45,8 +47,9 @@ class CompiledStep:
         of_batch = sum(tensor and batch for tensor, batch in zip(self._is_tensor, shared, strict=True))
         self._batch_places = slice(total - of_batch, total)  # the batch is last
         fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        lanes = _number_of_lanes_to_assume(leaves, shared)
         stand_ins = [
-            _stand_in(fake, leaf, number, varies=not batch)
+            _stand_in(fake, leaf, number, None if batch else lanes)
             for number, (leaf, batch) in enumerate(zip(leaves, shared, strict=True))
             if isinstance(leaf, Tensor)
         ]
@@ -63,7 +66,10 @@ class CompiledStep:
             record = make_fx(flat_step, decomposition_table=FORMS)(*stand_ins)
         record.graph.eliminate_dead_code()
         with torch.no_grad():
+            # Random numbers are long sums of integers that are to be computed where they are read.
             self._run: Any = compile_fx(record, stand_ins, config_patches={"realize_opcount_threshold": 100})
+        if any(is_concrete_int(own.shape[0]) for own in stand_ins[: self._batch_places.start] if own.dim()):
+            raise ValueError(f"the step can be compiled for {lanes} lanes only")
         self._result = results[0]
 
     def bind(self, tensors: dict[str, Tensors], block: int | None = None) -> BoundStep:
@@ -116,14 +122,32 @@ def _batch_leaves(tensors: dict[str, Tensors]) -> list[bool]:
     return [name == "batch" for name, part in tensors.items() for _ in range(len(pytree.tree_leaves(part)))]
 
 
-def _stand_in(fake: Any, tensor: Tensor, number: int, *, varies: bool) -> Tensor:
+def _number_of_lanes_to_assume(leaves: list[Any], shared: list[bool]) -> int:
+    """A number of lanes that no other dimension has: torch takes for equal what is equal in the example."""
+    tensors = [(leaf, batch) for leaf, batch in zip(leaves, shared, strict=True) if isinstance(leaf, Tensor)]
+    lanes = next((len(leaf) for leaf, batch in tensors if not batch and leaf.dim()), 2)
+    others = {size for leaf, batch in tensors for size in (leaf.shape if batch else leaf.shape[1:])}
+    # Sizes of what is computed are sums and products of those; a prime is seldom among them.
+    return next(number for number in itertools.count(lanes) if number not in others and _is_prime(number))
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
+
+
+def _stand_in(fake: Any, tensor: Tensor, number: int, lanes: int | None) -> Tensor:
+    """A tensor without data; with so many lanes, whose number may vary, if `lanes` is not None."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
+    example = tensor.detach()
     sizes = [DimDynamic.STATIC] * tensor.dim()
-    if varies and sizes:
+    if lanes is not None and sizes:
         sizes[0] = DimDynamic.DUCK
+        example = torch.empty_strided(
+            (lanes, *tensor.shape[1:]), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     source = ConstantSource(f"input{number}")
-    stand_in: Tensor = fake.from_tensor(tensor.detach(), symbolic_context=context, source=source)
+    stand_in: Tensor = fake.from_tensor(example, symbolic_context=context, source=source)
     return stand_in

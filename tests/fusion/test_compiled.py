@@ -122,6 +122,25 @@ def test_compiled_lanes_train_as_alone(
         torch.testing.assert_close(got["optimizer"], expected["optimizer"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("lanes", [8, 3, 16])
+def test_lanes_as_many_as_something_else(lanes: int) -> None:
+    """The number of lanes at compilation is that of features; afterwards there are others."""
+
+    def step(tensors: dict[str, Any]) -> dict[str, Any]:
+        weight, x = tensors["weight"], tensors["batch"]
+        out = torch.func.vmap(lambda own: ((x @ own).relu() @ own).softmax(-1).mean(0) * own.sum(0))(weight)
+        return {"out": out, "total": weight.transpose(1, 2).flatten(1).sum(1)}
+
+    def example(lanes: int) -> dict[str, Any]:
+        return {"weight": torch.randn(lanes, 8, 8), "batch": torch.randn(16, 8)}
+
+    compiled = CompiledStep(step, example(lanes))
+    for other in (lanes, 8, 5, 16):
+        given = example(other)
+        torch.testing.assert_close(compiled.bind(given)(given["batch"]), step(given))
+        torch.testing.assert_close(compiled.bind(given, 3)(given["batch"]), step(given))
+
+
 def test_compiled_steps_follow_attributes_of_self(always_compiles: None, compiled_steps: list[int]) -> None:
     compare_with_alone(Annealed, rounds=6)
     assert compiled_steps

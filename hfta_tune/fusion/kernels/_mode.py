@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hfta_tune.fusion.kernels._autocast import any_autocast, cast_arguments, cast_result
+from hfta_tune.fusion.kernels._embedding import embedding
 from hfta_tune.fusion.kernels._linear import linear
 from hfta_tune.fusion.kernels._loss import cross_entropy
 from hfta_tune.fusion.kernels._norm import batch_norm
@@ -22,6 +23,7 @@ __all__ = ["LaneKernels"]
 _KERNELS: dict[Any, Callable[..., Any]] = {
     F.batch_norm: batch_norm,
     F.cross_entropy: cross_entropy,
+    F.embedding: embedding,
     torch._C._nn.linear: linear,
     **POOLS,
     **RECURRENT,
