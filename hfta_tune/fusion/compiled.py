@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from hfta_tune.fusion.any_lanes import NotAlike, for_any_lanes
 from hfta_tune.fusion.compiled_forms import FORMS
 
 __all__ = ["BoundStep", "CompiledStep", "Tensors"]
@@ -22,14 +23,17 @@ Tensors: TypeAlias = Any
 class CompiledStep:
     """A step of tensors, compiled once for any number of lanes.
 
-    The step is run once on stand-ins without data to record its tensor operations (the user's code,
-    vmap and autograd leave nothing else behind), and the record is compiled by torch's inductor. What
-    the step changes in place, the compiled function changes in place. Inductor's own cache on disk serves
-    other workers and later runs.
+    The step is run on stand-ins without data to record its tensor operations (the user's code, vmap and autograd
+    leave nothing else behind), once for each of two numbers of lanes, and a record for any number is compiled by
+    torch's inductor. What the step changes in place, the compiled function changes in place. Inductor's own cache on
+    disk serves other workers and later runs.
 
     Args:
         step: step(tensors) -> tensors: a whole training step. Everything that it reads is in `tensors`.
         tensors: An example, {"batch": ..., other names: ...}.
+
+    Raises:
+        NotAlike: if the step is another one for another number of lanes.
     """
 
     def __init__(self, step: Callable[[Tensors], Tensors], tensors: dict[str, Tensors]) -> None:
@@ -37,7 +41,7 @@ class CompiledStep:
         from torch._inductor.compile_fx import compile_fx
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv, is_concrete_int
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
         leaves, self._structure = pytree.tree_flatten(tensors)
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
@@ -46,31 +50,49 @@ class CompiledStep:
         total = sum(self._is_tensor)
         of_batch = sum(tensor and batch for tensor, batch in zip(self._is_tensor, shared, strict=True))
         self._batch_places = slice(total - of_batch, total)  # the batch is last
-        fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        lanes = _number_of_lanes_to_assume(leaves, shared)
-        stand_ins = [
-            _stand_in(fake, leaf, number, None if batch else lanes)
-            for number, (leaf, batch) in enumerate(zip(leaves, shared, strict=True))
-            if isinstance(leaf, Tensor)
-        ]
-        results: list[Any] = []
+        self._result: Any = None
+        lead = next((place for place, leaf in enumerate(self._varying(leaves)) if leaf.dim()), None)
+        if lead is None:
+            raise NotAlike("nothing that the step reads has lanes")
+        first, second = _numbers_of_lanes_to_assume(leaves, shared)
 
         def flat_step(*given: Tensor) -> list[Tensor]:
             remaining = iter(given)
             full = [next(remaining) if t else c for t, c in zip(self._is_tensor, constants, strict=True)]
-            out, structure = pytree.tree_flatten(step(pytree.tree_unflatten(full, self._structure)))
-            results.append(structure)
+            out, self._result = pytree.tree_flatten(step(pytree.tree_unflatten(full, self._structure)))
             return out
 
-        with fake, enable_python_dispatcher():
-            record = make_fx(flat_step, decomposition_table=FORMS)(*stand_ins)
-        record.graph.eliminate_dead_code()
+        def stand_ins(fake: FakeTensorMode, lanes: int, varies: DimDynamic) -> list[Tensor]:
+            pairs = [(leaf, batch) for leaf, batch in zip(leaves, shared, strict=True) if isinstance(leaf, Tensor)]
+            return [_stand_in(fake, leaf, n, None if batch else lanes, varies) for n, (leaf, batch) in enumerate(pairs)]
+
+        def record(lanes: int) -> torch.fx.GraphModule:
+            fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+            with fake, enable_python_dispatcher():
+                recorded = make_fx(flat_step, decomposition_table=FORMS)(*stand_ins(fake, lanes, DimDynamic.STATIC))
+            recorded.graph.eliminate_dead_code()
+            return recorded
+
+        general = for_any_lanes(record(first), record(second), (first, second), lead)
+        fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        examples = stand_ins(fake, first, DimDynamic.DUCK)
         with torch.no_grad():
             # Random numbers are long sums of integers that are to be computed where they are read.
-            self._run: Any = compile_fx(record, stand_ins, config_patches={"realize_opcount_threshold": 100})
-        if any(is_concrete_int(own.shape[0]) for own in stand_ins[: self._batch_places.start] if own.dim()):
-            raise ValueError(f"the step can be compiled for {lanes} lanes only")
-        self._result = results[0]
+            self._run: Any = compile_fx(general, examples, config_patches={"realize_opcount_threshold": 100})
+        self._try_on_two_lanes(leaves)
+
+    def _try_on_two_lanes(self, leaves: list[Any]) -> None:
+        """Inductor may take a size for a constant, also one that it took for one when it filled its cache."""
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        own = [torch.zeros_like(leaf[:2]) if leaf.dim() else leaf.clone() for leaf in self._varying(leaves)]
+        try:
+            with torch.random.fork_rng(), torch.no_grad():
+                self._run(*own, *given[self._batch_places])
+        except (AssertionError, RuntimeError) as error:
+            raise NotAlike(f"what torch compiled is not for any number of lanes: {error}") from error
+
+    def _varying(self, leaves: list[Any]) -> list[Tensor]:
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)][: self._batch_places.start]
 
     def bind(self, tensors: dict[str, Tensors], block: int | None = None) -> BoundStep:
         """Bind the step to tensors of the example's structure, with any number of lanes; only batches still vary.
@@ -122,28 +144,29 @@ def _batch_leaves(tensors: dict[str, Tensors]) -> list[bool]:
     return [name == "batch" for name, part in tensors.items() for _ in range(len(pytree.tree_leaves(part)))]
 
 
-def _number_of_lanes_to_assume(leaves: list[Any], shared: list[bool]) -> int:
-    """A number of lanes that no other dimension has: torch takes for equal what is equal in the example."""
+def _numbers_of_lanes_to_assume(leaves: list[Any], shared: list[bool]) -> tuple[int, int]:
+    """Two numbers of lanes that no other dimension has, so that nothing of the example is equal by chance."""
     tensors = [(leaf, batch) for leaf, batch in zip(leaves, shared, strict=True) if isinstance(leaf, Tensor)]
     lanes = next((len(leaf) for leaf, batch in tensors if not batch and leaf.dim()), 2)
     others = {size for leaf, batch in tensors for size in (leaf.shape if batch else leaf.shape[1:])}
     # Sizes of what is computed are sums and products of those; a prime is seldom among them.
-    return next(number for number in itertools.count(lanes) if number not in others and _is_prime(number))
+    numbers = (number for number in itertools.count(lanes) if number not in others and _is_prime(number))
+    return next(numbers), next(numbers)
 
 
 def _is_prime(number: int) -> bool:
     return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
 
 
-def _stand_in(fake: Any, tensor: Tensor, number: int, lanes: int | None) -> Tensor:
-    """A tensor without data; with so many lanes, whose number may vary, if `lanes` is not None."""
+def _stand_in(fake: Any, tensor: Tensor, number: int, lanes: int | None, varies: Any) -> Tensor:
+    """A tensor without data; with so many lanes, that vary in this way, if `lanes` is not None."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
     example = tensor.detach()
     sizes = [DimDynamic.STATIC] * tensor.dim()
     if lanes is not None and sizes:
-        sizes[0] = DimDynamic.DUCK
+        sizes[0] = varies
         example = torch.empty_strided(
             (lanes, *tensor.shape[1:]), tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )

@@ -1,4 +1,4 @@
-"""Forms of operations that inductor compiles badly on CPUs, for the record of a step."""
+"""Forms of operations that inductor compiles badly, for the record of a step."""
 
 from __future__ import annotations
 
@@ -66,7 +66,26 @@ def _embedding_dense_backward(
     return chosen.to(grad_output.dtype) @ grad_output.reshape(-1, grad_output.shape[-1])
 
 
+_LIBRARY = torch.library.Library("hfta_tune", "DEF")
+
+
+def _as_it_is(operation: Any) -> Any:
+    """An operation of ours that is one of torch's. Inductor calls it, where it would compile torch's for one size."""
+
+    def call(*args: Any) -> Any:
+        return operation(*args)
+
+    name = operation.overloadpacket.__name__
+    schema = str(operation._schema).replace("aten::", "")
+    _LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
+    _LIBRARY.impl(name, call, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"hfta_tune::{name}", call, lib=_LIBRARY)
+    return getattr(torch.ops.hfta_tune, name).default
+
+
 FORMS: dict[Any, Callable[..., Any]] = {
+    # Lanes are a part of their weights' sizes, which inductor takes for constant.
+    **{operation: _as_it_is(operation) for operation in (aten.convolution.default, aten.convolution_backward.default)},
     aten.rand_like.default: _rand_like,
     aten.bernoulli_.float: _bernoulli_,
     aten.embedding_dense_backward.default: _embedding_dense_backward,

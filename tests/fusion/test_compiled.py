@@ -29,6 +29,15 @@ class Normed(Points):
         return torch.optim.AdamW(model.parameters(), lr=config["lr"], weight_decay=0.1, amsgrad=True)
 
 
+class Convolved(Points):
+    """Operations whose batching rules hold, recorded, for one number of lanes."""
+
+    def build_model(self, config: dict[str, Any]) -> nn.Module:
+        head = nn.Sequential(nn.Flatten(), nn.Linear(24, 3))
+        norm = nn.GroupNorm(2, 4)
+        return nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 4, 3), norm, nn.ReLU(), head)
+
+
 class Viewed(Points):
     """An optimizer of the user's own on views, with a step that reads a float."""
 
@@ -78,7 +87,9 @@ class Counting(Points):
         return super().training_step(model, batch, config) / self.calls
 
 
-@pytest.mark.parametrize(("kind", "block"), [(Normed, None), (Viewed, None), (Momentum, None), (Normed, 2)])
+@pytest.mark.parametrize(
+    ("kind", "block"), [(Normed, None), (Convolved, None), (Viewed, None), (Momentum, None), (Normed, 2)]
+)
 def test_compiled_lanes_train_as_alone(
     kind: type[FusedTrainable],
     block: int | None,

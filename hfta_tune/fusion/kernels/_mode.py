@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from hfta_tune.fusion.kernels._attention import attention
 from hfta_tune.fusion.kernels._autocast import any_autocast, cast_arguments, cast_result
 from hfta_tune.fusion.kernels._embedding import embedding
 from hfta_tune.fusion.kernels._linear import linear
@@ -25,6 +26,7 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: cross_entropy,
     F.embedding: embedding,
     torch._C._nn.linear: linear,
+    F.scaled_dot_product_attention: attention,
     **POOLS,
     **RECURRENT,
 }
