@@ -22,7 +22,18 @@ from hfta_tune.fusion.vmapped import Step
 if TYPE_CHECKING:
     from hfta_tune.fusion.array import FusedArray
 
-__all__ = ["Difference", "NotAuditable", "audit_compiled", "audit_vmap"]
+__all__ = [
+    "Difference",
+    "NotAuditable",
+    "audit_compiled",
+    "audit_vmap",
+    "copies",
+    "difference_of",
+    "draws_random_numbers",
+    "largest_difference",
+    "random_state",
+    "relative_of",
+]
 
 # Sums of some thousand terms, in another order, part by about this much of their largest.
 _RELATIVE = 1e-3
@@ -38,8 +49,9 @@ class NotAuditable(Exception):
     """Why no two runs of a step can be compared, as a clause."""
 
 
-def _draws_random_numbers() -> NotAuditable:
-    return NotAuditable("the step draws random numbers besides its Dropout modules'")
+def draws_random_numbers(what: str = "step") -> NotAuditable:
+    """What to raise where draws would differ."""
+    return NotAuditable(f"the {what} draws random numbers besides its Dropout modules'")
 
 
 ArrayOf: TypeAlias = Callable[[Sequence[Lane], Options], "FusedArray"]
@@ -100,20 +112,20 @@ def audit_vmap(lanes: Sequence[Lane], options: Options, step: Step, batch: Any, 
         VmapFailed: if it does not run under vmap.
     """
     options = _keeping_gradients(options)
-    alone, fused = _copies(lanes), _copies(lanes)
+    alone, fused = copies(lanes), copies(lanes)
     originals = dict(zip((*alone, *fused), (*lanes, *lanes), strict=True))
     device = next(iter(lanes[0].model.parameters())).device
-    before = _random_state(device)
+    before = random_state(device)
     expected = []
     for lane in alone:
         call = functools.partial(step, [originals[lane]], lane.model, clone_batch(batch), lane.numbers_on(device))
         expected.append(train_lane(call, lane, options, device, update=False))
         if lane.error is not None:
             return None  # it fails alone too, and will be told so
-    if not torch.equal(_random_state(device), before):
-        raise _draws_random_numbers()
+    if not torch.equal(random_state(device), before):
+        raise draws_random_numbers()
     array = array_of(fused, options)
-    relative = _relative(lanes, options)
+    relative = relative_of(lanes, options)
     got = array.train_step(_for_copies(step, originals), clone_batch(batch))
     gradients = array.accumulated_gradients()
 
@@ -125,7 +137,7 @@ def audit_vmap(lanes: Sequence[Lane], options: Options, step: Step, batch: Any, 
             for name, gradient in of_own.items():
                 one = torch.zeros(()) if gradient is None else gradient
                 its = gradients[name][row] if name in gradients else one * 0
-                yield _difference(own.name, f"the gradient of {name!r}", one, its, relative)
+                yield difference_of(own.name, f"the gradient of {name!r}", one, its, relative)
             yield from _of_buffers(own, other, relative)
         started = [_parameters(own) for own in alone]
         for row, own in enumerate(alone):
@@ -138,7 +150,7 @@ def audit_vmap(lanes: Sequence[Lane], options: Options, step: Step, batch: Any, 
             for name, parameter in own.parameters():
                 yield _of_update(own.name, name, before[name], parameter, theirs[name], _RELATIVE)
 
-    return _worst(differences())
+    return largest_difference(differences())
 
 
 def audit_compiled(
@@ -146,10 +158,10 @@ def audit_compiled(
 ) -> Difference | None:
     """Train copies of lanes on a batch, under vmap and by the compiled step, and compare them; as `audit_vmap`."""
     if any(_draws_inside(lane.model) for lane in lanes):
-        raise _draws_random_numbers()
-    relative = _relative(lanes, options)
+        raise draws_random_numbers()
+    relative = relative_of(lanes, options)
     started = [_parameters(lane) for lane in lanes]
-    vmapped, compiled, probe = _copies(lanes), _copies(lanes), _copies(lanes)
+    vmapped, compiled, probe = copies(lanes), copies(lanes), copies(lanes)
     originals = dict(zip((*vmapped, *probe), (*lanes, *lanes), strict=True))
     step_of_copies = _for_copies(step, originals)
     probing = array_of(probe, _keeping_gradients(options))
@@ -174,10 +186,10 @@ def audit_compiled(
                     # Adaptive optimizers magnify the rounding of small gradients.
                     yield _of_update(own.name, name, before, parameter[counts], theirs[name][counts], 10 * relative)
 
-    return _worst(differences())
+    return largest_difference(differences())
 
 
-def _worst(differences: Iterable[Difference]) -> Difference | None:
+def largest_difference(differences: Iterable[Difference]) -> Difference | None:
     """The first that is wrong, else the largest part of what is allowed; what follows a wrong one is its effect."""
     worst = None
     for difference in differences:
@@ -202,9 +214,9 @@ def _for_copies(step: Step, originals: Mapping[Lane, Lane]) -> Step:
     return step_of_copies
 
 
-def _copies(lanes: Sequence[Lane]) -> list[Lane]:
+def copies(lanes: Sequence[Lane]) -> list[Lane]:
     """Copy lanes, without dropout, whose draws nobody could compare."""
-    copies = []
+    copied = []
     for lane in lanes:
         memo: dict[int, Any] = {}
         try:
@@ -217,8 +229,8 @@ def _copies(lanes: Sequence[Lane]) -> list[Lane]:
                 module.p = 0.0
             elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
                 module.dropout = 0.0
-        copies.append(Lane(lane.name, model, optimizers, {}, lane.values, lane.clipping))
-    return copies
+        copied.append(Lane(lane.name, model, optimizers, {}, lane.values, lane.clipping))
+    return copied
 
 
 def _copy_of(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
@@ -239,7 +251,8 @@ def _step(lane: Lane) -> None:
             raise NotAuditable(f"a copy of {type(optimizer).__name__} does not step ({first_line(error)})") from error
 
 
-def _relative(lanes: Sequence[Lane], options: Options) -> float:
+def relative_of(lanes: Sequence[Lane], options: Options) -> float:
+    """Which part of the largest value may be rounding."""
     lower = any(parameter.dtype in (torch.bfloat16, torch.float16) for _, parameter in lanes[0].parameters())
     return _RELATIVE_LOWER if lower or options.precision == "bf16" else _RELATIVE
 
@@ -255,17 +268,18 @@ def _draws_inside(model: nn.Module) -> bool:
     )
 
 
-def _random_state(device: torch.device) -> Tensor:
+def random_state(device: torch.device) -> Tensor:
+    """The state of the device's default generator."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _of_loss(lane: Lane, optimizer: str, expected: Tensor, got: Tensor, relative: float) -> Difference:
-    return _difference(lane.name, f"the loss {optimizer!r}" if optimizer else "the loss", expected, got, relative)
+    return difference_of(lane.name, f"the loss {optimizer!r}" if optimizer else "the loss", expected, got, relative)
 
 
 def _of_buffers(one: Lane, other: Lane, relative: float) -> Iterator[Difference]:
     for (name, tensor), (_, its) in zip(one.buffers(), other.buffers(), strict=True):
-        yield _difference(one.name, f"the buffer {name!r}", tensor, its, relative)
+        yield difference_of(one.name, f"the buffer {name!r}", tensor, its, relative)
 
 
 def _of_update(trial: str, name: str, before: Tensor, expected: Tensor, got: Tensor, relative: float) -> Difference:
@@ -273,12 +287,13 @@ def _of_update(trial: str, name: str, before: Tensor, expected: Tensor, got: Ten
     largest = float(before.abs().max()) if before.numel() else 0.0
     rounded = _ROUNDINGS * torch.finfo(before.dtype).eps * largest
     what = f"the update of the parameter {name!r}"
-    return _difference(trial, what, expected - before, got - before, relative, rounded)
+    return difference_of(trial, what, expected - before, got - before, relative, rounded)
 
 
-def _difference(
+def difference_of(
     trial: str, what: str, expected: Tensor, got: Tensor, relative: float, absolute: float = _ABSOLUTE
 ) -> Difference:
+    """Compare what should be the same."""
     one, other = expected.detach().double(), got.detach().double()
     if not one.numel():
         return Difference(trial, what, 0.0, 0.0, absolute)

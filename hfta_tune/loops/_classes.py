@@ -47,7 +47,13 @@ class Prepared:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with as_bare([self]):  # type: ignore[list-item]
-            return object.__reduce_ex__(self, protocol)
+            reduced: Any = object.__reduce_ex__(self, protocol)
+        return (_new, *reduced[1:])
+
+
+def _new(kind: type[nn.Module], *arguments: Any) -> nn.Module:
+    """A bare module without its contents; pickle's own function insists on the class of what it was given."""
+    return kind.__new__(kind, *arguments)
 
 
 @functools.cache

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfta_tune.fusion import LANE_BY_LANE, VMAP, FusionError, FusionWarning, VmapFailed, first_line
+from hfta_tune.fusion.audit import Difference, NotAuditable
+from hfta_tune.fusion.audit_calls import audit_call, audit_function
 from hfta_tune.fusion.calls import CalledArray, call_function
 from hfta_tune.fusion.choice import StrategyChoice
 from hfta_tune.fusion.gradient_rows import GradientRows
@@ -21,7 +23,12 @@ from hfta_tune.loops._trial import ON_ITS_OWN, LoopTrial
 
 __all__ = ["Fusion"]
 
+_MOST_SPLITS_COUNTED = 8
 _STRATEGIES = {"auto": (VMAP, LANE_BY_LANE), VMAP: (VMAP,), LANE_BY_LANE: (LANE_BY_LANE,)}
+
+
+class _Differs(Exception):
+    """What the audit found to be wrong."""
 
 
 class Fusion:
@@ -43,6 +50,7 @@ class Fusion:
     ) -> None:
         self.hub = hub
         self._audit = audit
+        self._audited: set[Hashable] = set()
         self._strategies = _STRATEGIES[strategy]
         self._keys: dict[Hashable, int] = {}
         self._functions: dict[Hashable, int] = {}
@@ -82,11 +90,11 @@ class Fusion:
         """A trial has ended."""
         trial.used.clear()
 
-    def warn_once(self, message: str) -> None:
-        """Say something that the user should know, once."""
+    def warn_once(self, message: str, trial: str | None = None) -> None:
+        """Say something that the user should know, once; of several trials, for the first."""
         if message not in self._said:
             self._said.add(message)
-            warnings.warn(message, FusionWarning, stacklevel=2)
+            warnings.warn(message if trial is None else f"{trial} and its like {message}", FusionWarning, stacklevel=2)
 
     def _settle(self, array: CalledArray) -> None:
         alone = array.strategy == LANE_BY_LANE
@@ -156,7 +164,7 @@ class Fusion:
                 trial.array = part
                 # Who parts again and again is brought together less and less often.
                 trial.splits += 1
-                trial.settled_until = self._calls + 2 ** min(trial.splits, 12)
+                trial.settled_until = self._calls + 2 ** min(trial.splits, _MOST_SPLITS_COUNTED)
             part.change_lanes(join=[trial.lane for trial in leaving])
             self._settle(array)
             self._settle(part)
@@ -176,26 +184,52 @@ class Fusion:
     def serve_call(self, lanes: list[LoopLane]) -> None:
         """Lanes call their models."""
         self._calls += 1
-        for array, own in self._arrays(lanes):
+        if not _payload(lanes[0])[1][3]:
+            lanes = self._without_parts(lanes)
+        for array, own in self._arrays(lanes) if lanes else ():
             self._call(array, own)
+
+    def _without_parts(self, lanes: Sequence[LoopLane]) -> list[LoopLane]:
+        """Serve those who evaluate while others of their array do not, which is no reason to part; return the rest."""
+        asking: dict[int, list[LoopLane]] = {}
+        for lane in lanes:
+            asking.setdefault(id(lane.trial.array), []).append(lane)
+        rest = []
+        for own in asking.values():
+            array = own[0].trial.array
+            modes = _payload(own[0])[1][2]
+            if array is None or len(own) == len(array.lanes):
+                rest += own
+            elif 2 * len(own) > len(array.lanes) and not any(modes):
+                self._call(array, own)
+            else:
+                self._each_on_its_own(own)
+        return rest
 
     def _call(self, array: CalledArray, lanes: list[LoopLane]) -> None:
         if array.strategy == LANE_BY_LANE:
             self._each_on_its_own(lanes)
             return
-        payloads = [_payload(lane) for lane in lanes]
-        _, (slot, form, modes, grad, options) = payloads[0]
+        given = {lane.trial.lane: _payload(lane) for lane in lanes}
+        first, (slot, form, modes, grad, options) = _payload(lanes[0])
+        # Of lanes that do not ask, nobody sees what the call returns.
+        calls = [given[own][0] if own in given else first for own in array.lanes]
         try:
+            if self._audit:
+                device = lanes[0].trial.device
+                key = lanes[0].trial.key, (slot, form, modes, grad, options)
+                self._audit_once(key, lanes, lambda: audit_call(array.lanes, slot, calls, modes, options, device), grad)
             with torch.set_grad_enabled(grad):
-                values = array.call(slot, [call for call, _ in payloads], modes, options, (slot, form, modes, grad))
+                values = array.call(slot, calls, modes, options, (slot, form, modes, grad))
         except VmapFailed as failure:
             if isinstance(failure.cause, FusionError):
                 raise failure.cause from None
-            array.give_up_vmap()
-            self._hopeless.add(lanes[0].trial.key)
-            self._settle(array)
-            self._each_on_its_own(lanes)
-            self.warn_once(f"{lanes[0].trial.name} and its like train lane by lane: vmap stopped at {failure}")
+            self._give_up(array, lanes)
+            self.warn_once(f"train lane by lane: vmap stopped at {failure}", lanes[0].trial.name)
+            return
+        except _Differs as differs:
+            self._give_up(array, lanes)
+            self.warn_once(f"audit of {lanes[0].trial.name} and its like: {differs}; they go on lane by lane.")
             return
         except torch.OutOfMemoryError as error:
             self._halve(array, lanes, error)
@@ -205,8 +239,37 @@ class Fusion:
             for lane in lanes:
                 if rows not in lane.trial.used:
                     lane.trial.used.append(rows)
-        for lane, value in zip(lanes, values, strict=True):
-            self.hub.answer(lane, value)
+        of_lane = dict(zip(array.lanes, values, strict=True))
+        for lane in lanes:
+            self.hub.answer(lane, of_lane[lane.trial.lane])
+
+    def _give_up(self, array: CalledArray, lanes: Sequence[LoopLane]) -> None:
+        """Lanes of this signature call their models themselves, now and in future."""
+        array.give_up_vmap()
+        self._hopeless.add(lanes[0].trial.key)
+        self._settle(array)
+        self._each_on_its_own(lanes)
+
+    def _audit_once(
+        self, key: Hashable, lanes: Sequence[LoopLane], audit: Callable[[], Difference | None], grad: bool
+    ) -> None:
+        """Audit what has not been audited.
+
+        Raises:
+            _Differs: with what differs from the lanes' own.
+        """
+        if key in self._audited:
+            return
+        self._audited.add(key)
+        devices = [lanes[0].trial.device] if lanes[0].trial.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(grad):
+                difference = audit()
+        except NotAuditable as error:
+            self.warn_once(f"audit of {lanes[0].trial.name} and its like: {error}, so it could not be audited.")
+            return
+        if difference is not None and difference.is_wrong:
+            raise _Differs(difference)
 
     def _halve(self, array: CalledArray, lanes: list[LoopLane], error: torch.OutOfMemoryError) -> None:
         if len(lanes) == 1:
@@ -249,11 +312,18 @@ class Fusion:
             return
         calls = [call for call, _, _ in payloads]
         try:
+            if self._audit:
+                self._audit_once(payloads[0][2], lanes, lambda: audit_function(function, calls, of, options), grad)
             with torch.set_grad_enabled(grad):
                 values = call_function(function, calls, of, options, self._check)
         except VmapFailed as failure:
             self._functions_alone.add(key)
             self.warn_once(f"A prepared criterion is called lane by lane: vmap stopped at {failure}")
+            self._each_on_its_own(lanes)
+            return
+        except _Differs as differs:
+            self._functions_alone.add(key)
+            self.warn_once(f"audit of a prepared criterion: {differs}; it is called lane by lane from now on.")
             self._each_on_its_own(lanes)
             return
         for lane, value in zip(lanes, values, strict=True):

@@ -51,6 +51,7 @@ class Request:
         stage: Of several, those of a lower stage are served first.
         payload: What the lane gives.
         opens: Whether lanes begin an epoch with it: so they wait for others that may come.
+        trains: Whether gradients are on in that epoch.
         length: How long that epoch is, in batches, as far as is known.
     """
 
@@ -59,6 +60,7 @@ class Request:
     stage: int
     payload: Any
     opens: bool = False
+    trains: bool = True
     length: float = 0.0
 
 
@@ -343,7 +345,7 @@ class Hub:
         others = [group for group in groups.values() if not _request_of(group[0]).opens]
         # Who is in the middle of an epoch, or between two, will come here too; who has none need not be waited for.
         if opening and (not any(lane.has_epochs for group in others for lane in group) or _patience_is_over(opening)):
-            chosen = min(opening, key=lambda group: (-(_passes(group) // _MOST_PASSES), _length(group)))
+            chosen = min(opening, key=_rank_of_opening)
         else:
             chosen = min(others, key=_rank)
         for group in opening:
@@ -393,6 +395,11 @@ def _request_of(lane: LoopLane) -> Request:
 def _rank(group: Sequence[LoopLane]) -> tuple[int, int, int, int]:
     behind = min(group, key=lambda lane: (lane.company.turns, lane.batch, lane.operations))
     return behind.company.turns, behind.batch, behind.operations, _request_of(group[0]).stage
+
+
+def _rank_of_opening(group: Sequence[LoopLane]) -> tuple[int, bool, float]:
+    """Who has waited long comes first; else who validates, to train with the others then."""
+    return -(_passes(group) // _MOST_PASSES), _request_of(group[0]).trains, _length(group)
 
 
 def _passes(group: Sequence[LoopLane]) -> int:

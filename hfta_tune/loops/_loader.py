@@ -50,7 +50,9 @@ class PreparedLoader:
         lane.trial.check()
         device = lane.trial.device
         outer = lane.company, lane.in_epoch, lane.batch
-        request = Request(_begin, (self._key(), device), 0, (self._loader, device), opens=True, length=self._length())
+        trains = torch.is_grad_enabled()
+        key = self._key(), device, trains
+        request = Request(_begin, key, 0, (self._loader, device), opens=True, trains=trains, length=self._length())
         epoch: _Epoch = lane.wait(request)
         try:
             yield from epoch.read(lane)

@@ -113,7 +113,7 @@ def _prepare_in(lane: LoopLane, objects: Iterable[Any]) -> list[Any]:
     if models or optimizers:
         trial.add(models, optimizers)
         if trial.obstacle is not None and trial.can_be_judged:
-            fusion.warn_once(f"{trial.name} and its like train one by one: {trial.obstacle}.")
+            fusion.warn_once(f"train one by one: {trial.obstacle}.", trial.name)
     return ready
 
 
