@@ -30,7 +30,7 @@ class Steps:
         warn: Says something to the user, once.
         running: Is told which step runs, and for which lanes.
         keys: The keys that joined the signature.
-        numbers: The keys that were read as tensors since `numbers` was last cleared.
+        numbers: The keys that were read as tensors.
     """
 
     kind: type
@@ -61,11 +61,12 @@ class Steps:
     def must_be_python_numbers(self, array: FusedArray, step: Callable[..., Any], batch: Any) -> bool:
         """After a failure under vmap: find the floats whose use as tensors caused it, if any.
 
-        Those join the signature; returns whether there were any.
+        Those join the signature; returns whether there were any. Each is found once, so asking again comes to an end.
         """
-        candidates = [frozenset({path}) for path in sorted(self.numbers, key=repr)]
+        numbers = self.numbers - self.keys
+        candidates = [frozenset({path}) for path in sorted(numbers, key=repr)]
         if len(candidates) > 1:
-            candidates.append(frozenset(self.numbers))
+            candidates.append(frozenset(numbers))
         for candidate in candidates:
             self._trying = candidate
             try:

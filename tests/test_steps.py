@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from trainables import Points, points
 
 from hfta_tune import FusedTrainable, FusionWarning, Worker
@@ -55,6 +56,15 @@ class Forced(Points):
     def training_step(self, model: nn.Module, batch: Any, config: dict[str, Any]) -> Tensor:
         x, y = batch
         return F.cross_entropy(model(x), y, label_smoothing=float(config["smoothing"])) * config["weight"]
+
+
+class Recomputed(Points):
+    """Computes activations again in the backward pass, where vmap is over, and reads a float in tensor arithmetic."""
+
+    def training_step(self, model: nn.Module, batch: Any, config: dict[str, Any]) -> Tensor:
+        x, y = batch
+        logits = checkpoint(lambda inputs: model(inputs).tanh(), x, use_reentrant=False)
+        return F.cross_entropy(logits, y) * config["weight"]
 
 
 class Named(Points):
@@ -135,6 +145,16 @@ def test_a_float_made_a_python_number_joins_the_signature() -> None:
         "training_step of Forced turns config['smoothing'] into a Python number, so only trials with equal values "
         "of it share an array. Use it in tensor arithmetic to let it differ."
     ]
+
+
+@pytest.mark.parametrize("weights", [[0.5, 0.5], [0.5, 2.0]], ids=["equal", "different"])
+def test_a_float_is_not_to_blame_for_what_stops_the_backward_pass(weights: list[float]) -> None:
+    worker, said = train(Recomputed, configs("weight", weights))
+    assert arrays(worker) == [{"0", "1"}]
+    assert [array["strategy"] for array in worker.describe()["arrays"]] == ["lane by lane"]
+    (message,) = (str(w.message) for w in said)
+    assert message.startswith("Recomputed trains lane by lane: vmap stopped at the step")
+    assert "torch.utils.checkpoint" in message
 
 
 def test_a_key_of_another_type_joins_the_signature() -> None:

@@ -370,7 +370,7 @@ class FusedArray:
         ]
 
     def probe(self, step: Step, batch: Any) -> None:
-        """Run the forward pass of a training or evaluation step for its errors only; nothing changes."""
+        """Run a training step, forward and backward, or an evaluation step for its errors only; nothing changes."""
         self._vmapped.probe(step, batch)
 
     # The audit

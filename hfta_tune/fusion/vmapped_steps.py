@@ -91,10 +91,11 @@ class VmappedSteps:
         return self._changes_batch.get(("training", form_of_batch(batch))) is False
 
     def probe(self, step: Step, batch: Any) -> None:
-        """Run the forward pass of a step, of the models' mode, for its errors only; nothing changes."""
-        finish = self.checked_losses if self._stacking.training else self._checked_metrics
-        with torch.no_grad(), self._stacking.unchanged_buffers():
-            self._call(step, clone_batch(batch), finish)
+        """Run a step of the models' mode, a training step backward too, for its errors only; nothing changes."""
+        training = self._stacking.training
+        run = self._forward_and_backward if training else self._forward_for_metrics
+        with torch.set_grad_enabled(training), self._stacking.unchanged_buffers():
+            run(step, clone_batch(batch))
 
     def checked_losses(self, losses: Any) -> dict[str, Tensor]:
         """What a training step returned, as {optimizer: loss}."""

@@ -1028,7 +1028,7 @@ FUNCTIONS = [
     ),
     *lane_by_lane("requires_grad_", function("a penalty on gradients", penalty, VECTORS, weight=(6, 4))),
     *lane_by_lane(
-        "",  # vmap stops in the backward pass
+        "checkpoint.checkpoint(",  # it computes the weights again in the backward pass, where vmap is over
         function(
             "checkpoint",
             lambda x, weight: checkpoint.checkpoint(lambda y: (y @ weight).tanh(), x, use_reentrant=False),
