@@ -37,7 +37,7 @@ from hfta_tune._checks import (
 from hfta_tune._loaders import Data, DataCache
 from hfta_tune._metrics import RoundMeans
 from hfta_tune._prefetch import on_device
-from hfta_tune._recording import copied, numbers_of
+from hfta_tune._recording import ConfigPath, copied, numbers_of
 from hfta_tune._running import Running
 from hfta_tune._snapshot import Snapshot
 from hfta_tune._steps import Steps
@@ -66,7 +66,7 @@ from hfta_tune.fusion import (
 from hfta_tune.loops import LoopHost
 from hfta_tune.rounds import ArrayRound, Round
 
-__all__ = ["CHECKPOINT_FILE", "RoundAbandoned", "Worker"]
+__all__ = ["CHECKPOINT_FILE", "HostedTrial", "RoundAbandoned", "Worker"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,33 @@ _MEMORY_FOR_A_SNAPSHOT = 0.1
 
 class RoundAbandoned(BaseException):
     """Raised by what a round calls between its steps, to end it there; no error of any trial."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostedTrial:
+    """What a worker knows of a trial that has a lane, to be read only.
+
+    Attributes:
+        lane: Its model, optimizers and schedulers.
+        data: Its data loaders, which other trials may share.
+        model: The signature of its model.
+        optimizers: The forms of its optimizers, the parameters in their groups, the clipping algorithm.
+        options: Precision and accumulation.
+        steps_per_round: How many batches its rounds have, or None for one pass over the data.
+        array: The array that it trains in; None before its first round.
+        step_keys: The paths in config that the steps of its class were seen to read as something else than a tensor.
+        obstacle: Why it trains lane by lane whatever its steps do, or None.
+    """
+
+    lane: Lane
+    data: Data
+    model: Signature
+    optimizers: Any
+    options: Options
+    steps_per_round: int | None
+    array: FusedArray | None
+    step_keys: frozenset[ConfigPath]
+    obstacle: str | None
 
 
 @dataclass(eq=False, slots=True)
@@ -122,7 +149,7 @@ class Worker:
             they differ, say where and go on lane by lane.
 
     Raises:
-        ValueError: if `lanes` is no positive integer, `device` no device or `strategy` none of the three.
+        ValueError: if `lanes` is no positive integer, `device` no device that is there or `strategy` none of the three.
     """
 
     def __init__(
@@ -142,6 +169,11 @@ class Worker:
             raise ValueError(
                 f'device must be a device of torch, such as "cpu" or "cuda:0", but got {device!r}.'
             ) from error
+        if self.device.type == "cuda" and (self.device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(
+                f"device must be one that is there but got {device!r}, and torch sees {torch.cuda.device_count()} CUDA "
+                "devices. See that torch is a CUDA build, and that the driver and CUDA_VISIBLE_DEVICES show the device."
+            )
         strategy = strategy or os.environ.get("HFTA_TUNE_STRATEGY", "auto")
         if strategy not in ("auto", VMAP, LANE_BY_LANE):
             raise ValueError(f'strategy must be "auto", "{VMAP}" or "{LANE_BY_LANE}" but got {strategy!r}.')
@@ -212,6 +244,25 @@ class Worker:
         else:
             return None
         return {"array": array, "signature": f"{self.signature_of(trial_id) % 2**64:016x}"}
+
+    def hosted(self, trial_id: str) -> HostedTrial:
+        """Return what decides with which trials a trial shares an array, and what it trains.
+
+        Raises:
+            ValueError: if the trial has no lane here, or has one with a loop of its own.
+        """
+        trial = self._trial(trial_id)
+        return HostedTrial(
+            trial.lane,
+            trial.data,
+            trial.model_signature,
+            trial.optimizer_form,
+            trial.options,
+            trial.steps_per_round,
+            trial.array,
+            frozenset(self._steps[type(trial.trainable)].keys),
+            self._obstacle(trial),
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return what the worker does: its arrays with their trials and strategies, and which hook runs now.

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import hfta_tune
 from hfta_tune import FusionError, cli
 from hfta_tune.fusion import LANE_BY_LANE, VMAP, Difference
 from hfta_tune.fusion.kernels import _mode
+from hfta_tune.monitor.check import _check
 from hfta_tune.monitor.check._signatures import arrays_expected
 
 Config = dict[str, Any]
@@ -91,6 +93,38 @@ def test_expected_arrays(lanes: int) -> None:
     samples = list(itertools.combinations(signatures, min(lanes, len(signatures))))
     mean = sum(len(set(sample)) for sample in samples) / len(samples)
     assert arrays_expected(signatures, lanes) == pytest.approx(mean)
+
+
+def test_the_speed_up_of_arrays_as_the_search_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two signatures of six trials each: four lanes make 1.94 arrays on average, of 2.06 lanes."""
+    tried: list[list[Config]] = []
+
+    def always_vmap(*args: Any, **options: Any) -> Any:
+        return replace(measure(*args, **options), strategy=VMAP, seconds={VMAP: 0.002, LANE_BY_LANE: 0.006})
+
+    def note(trainable: Any, configs: list[Config], *args: Any, **options: Any) -> float:
+        tried.append(configs)
+        assert 0 < speed_up_of(trainable, configs, *args, **options)
+        return 1.25
+
+    measure, speed_up_of = _check.measure, _check.speed_up_of
+    monkeypatch.setattr(_check, "measure", always_vmap)
+    monkeypatch.setattr(_check, "speed_up_of", note)
+    grid = {**LR, "hidden": tune.grid_search([4, 8])}
+    report = hfta_tune.check(Points, grid, lanes=4, trials=12, device="cpu")
+    assert report.expected_speed_up == 1.25 and report.speed_up == pytest.approx(3)
+    assert report.arrays == pytest.approx(2 - 2 * 15 / 495)
+    assert [len(configs) for configs in tried] == [2] and len({config["hidden"] for config in tried[0]}) == 1
+    printed = " ".join(str(report).split())
+    assert "3.0 times as fast as lane by lane, 1.2 times in arrays of 2.1 lanes" in printed
+    full = hfta_tune.check(Points, LR, lanes=4, trials=12, device="cpu")
+    assert full.expected_speed_up is None and len(tried) == 1
+
+
+def test_nothing_differs() -> None:
+    report = hfta_tune.check(Points, {"lr": 0.1}, **SMALL)
+    assert not report.structural and not report.free and report.signatures == 1
+    assert "structural    no key differs between the trials" in str(report)
 
 
 def test_only_floats() -> None:
@@ -293,6 +327,11 @@ def test_a_compiled_step() -> None:
         ((Points, lambda trial: 1), TypeError, "space must return the config as a dict but returned 1"),
         ((Points, {"lr": tune.grid_search([])}), ValueError, "a grid in it is empty"),
         ((Points, {}), FusionError, r"build_optimizer \(trainables.py, line \d+\) raised KeyError: 'lr'. Give the"),
+        (
+            (Points, lambda trial: trial.suggest_dice("lr")),
+            ValueError,
+            "but <lambda> raised AttributeError: .*test_check",
+        ),
     ],
 )
 def test_bad_arguments(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
@@ -300,7 +339,7 @@ def test_bad_arguments(arguments: tuple[Any, ...], error: type[Exception], messa
         hfta_tune.check(*arguments, **SMALL)
 
 
-@pytest.mark.parametrize("option", [{"lanes": 0}, {"trials": 0}, {"device": "abacus"}])
+@pytest.mark.parametrize("option", [{"lanes": 0}, {"trials": 0}, {"device": "abacus"}, {"device": "cuda:99"}])
 def test_bad_options(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(option))} must be"):
         hfta_tune.check(Points, LR, **{**SMALL, **option})
@@ -309,6 +348,11 @@ def test_bad_options(option: dict[str, Any]) -> None:
 class Broken(Points):
     def training_step(self, model: nn.Module, batch: Any, config: Config) -> Tensor:
         raise OSError("no such shard")
+
+
+def test_an_error_outside_the_hooks() -> None:
+    with pytest.raises(FusionError, match="trial 0: building or training it raised ValueError: invalid literal"):
+        hfta_tune.check(Points, {"lr": 0.1, "seed": "first"}, **SMALL)
 
 
 def test_a_step_that_raises() -> None:
@@ -339,6 +383,16 @@ def test_the_command_line_in_a_process_of_its_own() -> None:
     assert done.returncode == 0, done.stderr
     assert "hidden changes the shape of 0.weight from [8, 8] to [16, 8]" in done.stdout
     assert "2 signatures for 4 trials" in done.stdout and "passed" in done.stdout
+
+
+def test_a_module_that_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken_for_this_test.py").write_text("open('no such file')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert check_on_command_line("broken_for_this_test:Any") == 2  # 1 is for an audit that fails
+    assert "FileNotFoundError" in capsys.readouterr().err
 
 
 def test_the_command_fails_if_the_audit_does(
@@ -388,6 +442,10 @@ def test_a_space_in_python_and_what_is_fixed_of_it(
         (["trainables:Points", "--config", "[1]"], "--config must be a JSON object"),
         (["trainables:Points", "--config", "{}"], "raised KeyError: 'lr'. Give the config a value of 'lr'"),
         (["trainables:Points", "--space", "trainables:spice"], "module 'trainables' has no 'spice'"),
+        (
+            ["trainables:Points", "--space", "trainables:points", "--config", '{"lr": {"grid_search": [1, 2]}}'],
+            "--config has a grid in 'lr', but --space is a function",
+        ),
     ],
 )
 def test_what_cannot_be_checked(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from hfta_tune._recording import ConfigPath
 from hfta_tune._steps import dotted
 from hfta_tune.fusion import LANE_BY_LANE, comparable
 from hfta_tune.monitor.check._report import CheckReport
-from hfta_tune.monitor.check._rounds import Measured, measure
+from hfta_tune.monitor.check._rounds import Measured, measure, speed_up_of
 from hfta_tune.monitor.check._signatures import Builder, Built, Keys, arrays_expected, keys_of, signatures_of
 from hfta_tune.monitor.check._space import Config, Space, callers_randomness, sample, value_at, varied, with_value
 from hfta_tune.trainable import FusedTrainable
@@ -82,13 +82,19 @@ def check(
             if measured is not None:
                 for path in measured.step_keys:
                     keys.is_read_in_step(path)
-            measured = measure(trainable, _lanes_of(base, configs, built, keys, lanes), where, compiling=compile)
-    read_in_steps = sorted(measured.step_keys, key=repr)
-    signatures = [
-        (own.key, tuple(comparable(value_at(config, path)) for path in read_in_steps))
-        for own, config in zip(built, configs, strict=True)
-    ]
-    arrays = arrays_expected(signatures, lanes)
+            together = _lanes_of(base, configs, built, keys, lanes)
+            measured = measure(trainable, together, where, compiling=compile)
+        read_in_steps = sorted(measured.step_keys, key=repr)
+        signatures = [
+            (own.key, tuple(comparable(value_at(config, path)) for path in read_in_steps))
+            for own, config in zip(built, configs, strict=True)
+        ]
+        arrays = arrays_expected(signatures, lanes)
+        lanes_an_array = min(lanes, trials) / arrays
+        expected = None
+        if measured.strategy != LANE_BY_LANE and round(lanes_an_array) < lanes:
+            few = max(1, round(lanes_an_array))
+            expected = speed_up_of(trainable, together[:few], where, compiling=compile)
     structural = {dotted(path): value_at(configs[base], path) for path in keys.structural}
     obstacle = built[base].obstacle
     said = [] if obstacle is None else [f"{trainable.__name__} trains lane by lane: {obstacle}."]
@@ -105,11 +111,12 @@ def check(
         structural={dotted(path): change for path, change in keys.structural.items()},
         free=tuple(sorted(map(dotted, keys.free))),
         arrays=arrays,
-        lanes_an_array=min(lanes, trials) / arrays,
+        lanes_an_array=lanes_an_array,
         modules=measured.modules,
         fallbacks=tuple(fallbacks),
         strategy=measured.strategy,
         seconds_a_step=measured.seconds,
+        expected_speed_up=expected,
         memory=measured.memory,
         audits=measured.audits,
         advice=(),

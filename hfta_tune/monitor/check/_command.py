@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,13 +20,14 @@ __all__ = ["add_arguments", "run"]
 _EPILOG = """\
 --config is a config as Tune takes it, in JSON: values are fixed, and {"grid_search": [...]} is a grid. A list is a
 value. --space names a search space in Python: a dict with Tune's domains (tune.loguniform and so on), or a function of
-an Optuna trial that returns the config. Given both, the entries of --config win.
+an Optuna trial that returns the config. Given both, an entry of --config replaces the whole entry of that name, a
+nested one too, and may be new. With a function, which is called all the same, it must be a value and no grid.
 
   hfta-tune check digits:Digits --config '{"lr": 0.01, "hidden": {"grid_search": [32, 64]}}'
   hfta-tune check digits:Digits --space digits:space --lanes 32
 
 The exit code is 0, 1 if the audit fails (fused training differs from plain PyTorch by more than rounding), and 2
-where the check could not be made.
+where the check could not be made, whatever the reason.
 """
 
 
@@ -59,6 +61,9 @@ def run(args: argparse.Namespace) -> int:
     except (FusionError, TypeError, ValueError) as error:
         args.error(str(error))
         raise  # argparse has ended the process
+    except Exception:
+        traceback.print_exc()
+        return 2
     print(report)
     return 0 if report.passed else 1
 
@@ -75,6 +80,9 @@ def _space(args: argparse.Namespace) -> Space:
         return {**space, **config}
     if not callable(space) or not config:
         return space  # type: ignore[no-any-return]
+    for key, value in config.items():
+        if isinstance(value, dict) and "grid_search" in value:
+            raise ValueError(f"--config has a grid in {key!r}, but --space is a function; give {key!r} one value.")
     return lambda trial: {**space(trial), **config}
 
 

@@ -37,7 +37,7 @@ def explained(trainable: type, trial: str, config: dict[str, Any]) -> Iterator[N
 
 def error_of_hook(error: Exception, trainable: type, trial: str, config: dict[str, Any]) -> FusionError:
     """Name the hook, the place, the trial and its config, and say what to do."""
-    hook, place = "a hook", ""
+    hook = place = ""
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -47,5 +47,6 @@ def error_of_hook(error: Exception, trainable: type, trial: str, config: dict[st
     if isinstance(error, KeyError) and error.args and error.args[0] not in config:
         remedy = f"Give the config a value of {error.args[0]!r}"
     else:
-        remedy = f"See that {hook} works for this config"
-    return FusionError(f"trial {trial}: {hook}{place} raised {first_line(error)}. {remedy}: {config!r:.300}.")
+        remedy = f"See that {hook or 'it'} works for this config"
+    what = hook or "building or training it"
+    return FusionError(f"trial {trial}: {what}{place} raised {first_line(error)}. {remedy}: {config!r:.300}.")

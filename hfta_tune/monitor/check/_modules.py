@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfta_tune._recording import copied
 from hfta_tune.fusion import (
     ONLY,
     VMAP,
@@ -57,19 +57,24 @@ class _Fed(nn.Module):
         return self.weight + sum(sums)
 
 
-def what_fuses(trial: Any, device: torch.device, *, probe: bool) -> dict[str, str | None]:
+def what_fuses(
+    trained: nn.Module, step: Callable[[nn.Module, Any], Any], batch: Any, options: Options, *, probe: bool
+) -> dict[str, str | None]:
     """Say of each module that a training step calls whether it fuses.
 
     Args:
-        trial: A trial of a Worker, after a round.
-        device: Where it trains.
+        trained: A trial's model, which stays as it is.
+        step: step(model, batch): the trial's training step.
+        batch: A batch, on the model's device.
+        options: How the trial is trained.
         probe: Whether any may not; else all of them do.
 
     Returns:
         {path of the module: None, or at which line it stops vmap and why}. Of a module within which another one
         stops it, only that one is said.
     """
-    model = copy.deepcopy(trial.lane.model).train()
+    model = copy.deepcopy(trained).train()
+    device = next(model.parameters()).device
     calls: dict[str, Any] = {}
 
     def note(path: str) -> Any:
@@ -80,10 +85,8 @@ def what_fuses(trial: Any, device: torch.device, *, probe: bool) -> dict[str, st
 
     for path, module in model.named_modules():
         module.register_forward_pre_hook(note(path), with_kwargs=True)
-    batch = clone_batch(next(iter(trial.data.train)))
-    batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
-    with trial.options.autocast(device):
-        trial.trainable.training_step(model, batch, copied(trial.config))
+    with options.autocast(device):
+        step(model, clone_batch(batch))
     found: dict[str, str | None] = {}
     # Inner modules come after outer ones.
     for path in sorted(calls, key=lambda path: path.count(".") + bool(path), reverse=True):
@@ -91,9 +94,7 @@ def what_fuses(trial: Any, device: torch.device, *, probe: bool) -> dict[str, st
             inner for inner, why in found.items() if why is not None and (not path or inner.startswith(f"{path}."))
         ]
         fails = probe and not inside
-        found[path] = (
-            _why_not(trial.lane.model.get_submodule(path), calls[path], device, trial.options) if fails else None
-        )
+        found[path] = _why_not(trained.get_submodule(path), calls[path], device, options) if fails else None
     return {path or "the model": found[path] for path in calls if path or found[path] or len(calls) == 1}
 
 

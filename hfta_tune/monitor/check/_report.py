@@ -36,6 +36,8 @@ class CheckReport:
         fallbacks: What trains or evaluates lane by lane, and why.
         strategy: The fastest strategy.
         seconds_a_step: {strategy: seconds a training step of all lanes of an array}.
+        expected_speed_up: How many times as fast as lane by lane an array of `lanes_an_array` lanes trains, which is
+            what to expect of the search; None where that is `speed_up`, for arrays are full or nothing fuses.
         memory: The memory of a lane.
         audits: {strategy: the largest difference from plain PyTorch, or why it could not be audited}.
         advice: What to change, if anything.
@@ -57,6 +59,7 @@ class CheckReport:
     fallbacks: tuple[str, ...]
     strategy: str
     seconds_a_step: Mapping[str, float]
+    expected_speed_up: float | None
     memory: LaneMemory
     audits: Mapping[str, Difference | str]
     advice: tuple[str, ...]
@@ -76,7 +79,9 @@ class CheckReport:
         title = f"{self.trainable} on {self.device}: {self.trials} trials of the search space, {self.lanes} lanes"
         of = "" if self.signatures == 1 else f" ({self.sharing} of the trials)"
         lines = [title, "", *_labelled("signature", [self.signature + of])]
-        no_key = "none of the keys" if self.structural or self.signatures == 1 else "not known, see fallbacks"
+        no_key = "none of the keys" if self.structural or self.free else "not known, see fallbacks"
+        if no_key != "none of the keys" and self.signatures == 1:
+            no_key = "no key differs between the trials"
         for label, said in (
             ("structural", [f"{key} {change}" for key, change in self.structural.items()] or [no_key]),
             ("free", [", ".join(self.free) or no_key]),
@@ -110,6 +115,8 @@ class CheckReport:
         times = sorted(self.seconds_a_step.items(), key=lambda item: item[1])
         figures = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in times)
         gain = f"; {self.speed_up:.1f} times as fast as lane by lane" if self.speed_up > 1 else ""
+        if self.expected_speed_up is not None:
+            gain += f", {self.expected_speed_up:.1f} times in arrays of {self.lanes_an_array:.1f} lanes"
         return f"{self.strategy} (a step of {self.lanes} lanes: {figures}){gain}"
 
     def _say_memory(self) -> str:
@@ -130,6 +137,8 @@ class CheckReport:
                 yield f"{strategy}: not possible, for {found}"
             elif found.is_wrong:
                 yield f"{strategy}: FAILED. {found}"
+            elif not found.largest:
+                yield f"{strategy}: passed. It equals plain PyTorch to the last digit"
             else:
                 yield f"{strategy}: passed. {found} ({found.share:.1%} of what rounding may make)"
         if not self.audits:

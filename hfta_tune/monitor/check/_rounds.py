@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from hfta_tune._recording import MISSING, ConfigPath
+from hfta_tune._recording import MISSING, ConfigPath, copied
 from hfta_tune.fusion import LANE_BY_LANE, Difference, FusedArray, FusionWarning, Lane, form_of_batch
 from hfta_tune.monitor.check._hooks import error_of_hook, explained
 from hfta_tune.monitor.check._modules import what_fuses
@@ -22,7 +22,7 @@ from hfta_tune.monitor.check._space import Config
 from hfta_tune.trainable import FusedTrainable
 from hfta_tune.worker import Worker
 
-__all__ = ["LaneMemory", "Measured", "measure"]
+__all__ = ["LaneMemory", "Measured", "measure", "speed_up_of"]
 
 # An array measures vmap on 4 of them, lane by lane on 3, and a compiled step on 4.
 _TRAINING_STEPS = 11
@@ -108,17 +108,8 @@ def measure(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         worker = Worker(len(configs), device=device, strategy="auto", audit=True)
-        for number, config in enumerate(configs):
-            config = _with_short_steps(config)
-            with explained(trainable, str(number), config):
-                worker.add(str(number), kind._outside_tune(config), config)
-        for left in (_SURE_TO_PAY, 0.0) if compiling else (None,):
-            outcomes = worker.run_round(rounds_left=left, between_steps=note_time)
-            for name, outcome in outcomes.items():
-                if isinstance(outcome, Exception):
-                    raise error_of_hook(outcome, trainable, name, configs[int(name)]) from outcome
-        trials = [worker._trial(name) for name in worker.trial_ids]
-        array = max((trial.array for trial in trials if trial.array is not None), key=lambda own: len(own.lanes))
+        trainables = _train(worker, trainable, kind, configs, note_time, compiling=compiling)
+        array = _largest_array(worker)
         memory = _memory_of(array.lanes[0])
         is_wrong = any(isinstance(found, Difference) and found.is_wrong for found in array.audits.values())
         if cuda:  # the audit's copies do not count
@@ -129,7 +120,13 @@ def measure(
         if cuda:
             memory = replace(memory, peak=(torch.cuda.max_memory_allocated(device) - before) // len(configs))
         falls_back = any(LANE_BY_LANE + ": " in str(warning.message) for warning in caught)
-        modules = what_fuses(trials[0], device, probe=falls_back)
+        first = worker.hosted(worker.trial_ids[0])
+        batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), next(iter(first.data.train)))
+
+        def step(model: Any, batch: Any) -> Any:
+            return trainables[0].training_step(model, batch, copied(trainables[0].config))
+
+        modules = what_fuses(first.lane.model, step, batch, first.options, probe=falls_back)
     said = []
     for warning in caught:
         if issubclass(warning.category, FusionWarning):
@@ -142,9 +139,53 @@ def measure(
         array.audits,
         said,
         memory,
-        {path[:-1] if path[-1] is MISSING else path for path in worker._steps[kind].keys},
+        {path[:-1] if path[-1] is MISSING else path for path in first.step_keys},
         modules,
     )
+
+
+def speed_up_of(
+    trainable: type[FusedTrainable], configs: Sequence[Config], device: torch.device, *, compiling: bool
+) -> float:
+    """How many times as fast as lane by lane the fastest strategy trains a lane for each config."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they were said of the measured array
+        worker = Worker(len(configs), device=device, strategy="auto")
+        _train(worker, trainable, _with_short_rounds(trainable), configs, None, compiling=compiling)
+        seconds = _measured_again(worker, _largest_array(worker))
+    return seconds[LANE_BY_LANE] / min(seconds.values()) if LANE_BY_LANE in seconds else 1.0
+
+
+def _train(
+    worker: Worker,
+    trainable: type[FusedTrainable],
+    kind: type[FusedTrainable],
+    configs: Sequence[Config],
+    between_steps: Callable[[], None] | None,
+    *,
+    compiling: bool,
+) -> list[FusedTrainable]:
+    """Give each config a lane as a trial of `kind`, and train a round; return the trials' instances.
+
+    Raises:
+        FusionError: if a hook raises; it names `trainable`.
+    """
+    trainables = []
+    for number, config in enumerate(configs):
+        config = _with_short_steps(config)
+        with explained(trainable, str(number), config):
+            trainables.append(kind._outside_tune(config))
+            worker.add(str(number), trainables[-1], config)
+    for left in (_SURE_TO_PAY, 0.0) if compiling else (None,):
+        for name, outcome in worker.run_round(rounds_left=left, between_steps=between_steps).items():
+            if isinstance(outcome, Exception):
+                raise error_of_hook(outcome, trainable, name, configs[int(name)]) from outcome
+    return trainables
+
+
+def _largest_array(worker: Worker) -> FusedArray:
+    arrays = [worker.hosted(name).array for name in worker.trial_ids]
+    return max((array for array in arrays if array is not None), key=lambda array: len(array.lanes))
 
 
 def _measured_again(worker: Worker, array: FusedArray) -> dict[str, float]:

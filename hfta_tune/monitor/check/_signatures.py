@@ -103,17 +103,17 @@ class Builder:
             trainable = self._trainable._outside_tune(config)
             self._worker.add(name, trainable, config)
         try:
-            trial = self._worker._trial(name)
+            trial = self._worker.hosted(name)
             parameters = trial.lane.parameters()
             optimizers = ", ".join(type(own).__name__ for own in trial.lane.optimizers.values())
             model, count = trial.lane.model, sum(parameter.numel() for _, parameter in parameters)
             return Built(
-                trial.model_signature,
-                trial.optimizer_form,
+                trial.model,
+                trial.optimizers,
                 trial.options,
                 self._number_of(trial.data, trainable, config),
                 trial.steps_per_round,
-                self._worker._obstacle(trial),
+                trial.obstacle,
                 f"{type(model).__name__}, {count:,} parameters in {len(parameters)} tensors; {optimizers}",
             )
         finally:

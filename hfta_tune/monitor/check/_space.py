@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from ray.tune.search.variant_generator import generate_variants
 
 from hfta_tune._recording import MISSING, ConfigPath, copied
-from hfta_tune.fusion import comparable
+from hfta_tune.fusion import comparable, first_line
 
 __all__ = ["Config", "Space", "callers_randomness", "sample", "spread", "value_at", "varied", "with_value"]
 
@@ -46,7 +48,7 @@ def sample(space: Space, trials: int, seed: int) -> list[Config]:
 
     Raises:
         TypeError: if `space` is neither a dict nor a function that returns one.
-        ValueError: if it has no config.
+        ValueError: if it has no config, or is a function that raises.
     """
     if isinstance(space, Mapping):
         return _sample_tune(dict(space), trials, seed)
@@ -76,13 +78,24 @@ def _sample_optuna(space: Callable[[Any], Config], trials: int, seed: int) -> li
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
-        configs = [space(study.ask()) for _ in range(trials)]
+        configs = [_asked(space, study.ask()) for _ in range(trials)]
     finally:
         optuna.logging.set_verbosity(level)
     for config in configs:
         if not isinstance(config, dict):
             raise TypeError(f"space must return the config as a dict but returned {config!r}.")
     return configs
+
+
+def _asked(space: Callable[[Any], Config], trial: Any) -> Config:
+    try:
+        return space(trial)
+    except Exception as error:
+        name, place = getattr(space, "__name__", repr(space)), traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"space must be a function that returns the config of an Optuna trial, but {name} raised "
+            f"{first_line(error)} ({Path(place.filename).name}, line {place.lineno})."
+        ) from error
 
 
 def varied(configs: Sequence[Config]) -> dict[ConfigPath, list[Any]]:
