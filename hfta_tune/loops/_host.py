@@ -53,6 +53,7 @@ class LoopHost:
             assert self._runs is not None
             with self._around():
                 self._runs.stop(self._lanes.pop(name))
+            self._close_if_empty()
 
     def run(self, names: Collection[str]) -> dict[str, Any]:
         """Let the trials run until each has reported or ended; return what they parked with, or what they raised.
@@ -74,7 +75,13 @@ class LoopHost:
             if ended.error is not None and not isinstance(ended.error, Exception):
                 ended = Ended(error=RuntimeError(f"trial {lane.name} ended by {ended.error!r}; raise an error."))
             outcomes[lane.name] = ended.error or RuntimeError(f"trial {lane.name} ended without a last report.")
+        self._close_if_empty()
         return outcomes
+
+    def _close_if_empty(self) -> None:
+        if self._runs is not None and not self.names:
+            self._runs.close()
+            self._runs = None
 
     def key(self, name: str) -> int:
         """A number that trials share which may share an array; 0 as long as it has prepared nothing."""

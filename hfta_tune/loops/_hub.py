@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextvars
+import ctypes
+import functools
 import logging
+import queue
 import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -19,6 +23,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from hfta_tune.loops._modes import Modes
+from hfta_tune.loops._threads import release_threads
 
 __all__ = ["Ended", "Hub", "LoopLane", "Request", "current_lane"]
 
@@ -30,6 +35,7 @@ _SECONDS_OF_SILENCE = 60.0
 _seed = torch.default_generator.initial_seed
 # A lane at the beginning of an epoch waits for the others to come there, but not for ever.
 _MOST_PASSES = 16
+_MOST_REFUSALS = 100
 
 
 class _LaneGreenlet(greenlet):
@@ -91,6 +97,9 @@ class LoopLane:
     Attributes:
         name: The trial's name, for messages.
         hub: Whose lane it is.
+        function: What it runs.
+        context: The context variables that it begins with.
+        greenlet: In what it runs, once it has begun.
         request: What it waits for.
         modes: The modes of torch in which it waits.
         parked: What it was parked with; it goes on only when it is told to.
@@ -108,7 +117,9 @@ class LoopLane:
 
     name: str
     hub: Hub
-    greenlet: greenlet = field(init=False)
+    function: Callable[[], Any]
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    greenlet: greenlet | None = None
     request: Request | None = None
     modes: Modes | None = None
     parked: Any = None
@@ -161,6 +172,8 @@ class LoopLane:
 
     def place(self) -> str:
         """Where its own code is: file, line and function."""
+        if self.greenlet is None:
+            return "not begun"
         frame: FrameType | None = self.greenlet.gr_frame
         if frame is None:  # it is the one that runs
             frame = sys._current_frames().get(self.hub.thread)
@@ -177,6 +190,21 @@ def place_in_own_code(frame: FrameType | None) -> str:
     return "no line of its own code"
 
 
+class _Surroundings:
+    """What torch keeps for each thread, of the thread that makes this."""
+
+    def __init__(self) -> None:
+        self._device = torch.get_default_device()
+        self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def take_over(self) -> None:
+        """Give it to this thread."""
+        if self._device != torch.get_default_device():
+            torch.set_default_device(self._device)
+        if self._cuda is not None:
+            torch.cuda.set_device(self._cuda)
+
+
 def _nothing(lanes: list[LoopLane]) -> None:
     raise AssertionError("a parked lane is not served")
 
@@ -185,51 +213,41 @@ _PARKED = Request(_nothing, "parked", 0, None)
 
 
 class Hub:
-    """Runs the lanes' functions in greenlets of the calling thread, and serves what they ask for.
+    """Runs the lanes' functions in greenlets of a thread of its own, and serves what they ask for.
 
     When all of them wait, those that ask for the same thing are served together. Nobody waits for ever: where lanes
     ask for different things, one group after the other is served, such that those behind catch up.
+
+    An error of torch notes the C++ stack that it comes from. Below a greenlet's own stack lies that of the thread, so
+    each greenlet is begun and resumed from the same depth of it: in a thread that does nothing else.
 
     Args:
         silence: Seconds without a sign of any lane after which a log line says where the lanes are.
     """
 
     def __init__(self, *, silence: float = _SECONDS_OF_SILENCE) -> None:
-        self.greenlet = getcurrent()
-        self.thread = threading.get_ident()
+        self.greenlet: Any = None
+        self.thread = 0
         self.lanes: list[LoopLane] = []
         self.served = 0
         self.running: LoopLane | None = None
         self.stopped: list[LoopLane] = []
-        self._ready: deque[LoopLane] = deque()
-        self.function_modes = torch._C._len_torch_function_stack()
-        self.dispatch_modes = torch._C._len_torch_dispatch_stack()
+        self.function_modes = self.dispatch_modes = 0
         self.fusion: Any = None
+        self._ready: deque[LoopLane] = deque()
         # Two hubs have two streams, and the same seed of the caller gives the same ones.
         self._seeds = int(torch.randint(2**62, ()))
         self._mark_seed = -1
         self._stream: torch.Tensor | None = None
         self._watch = _Watch(weakref.ref(self), silence)
+        self._commands: queue.SimpleQueue[tuple[bool, Future[list[LoopLane]]] | None] | None = None
 
     def start(self, name: str, function: Callable[[], Any]) -> LoopLane:
         """Give a trial a lane; its function begins with the next `run`."""
-        lane = LoopLane(name, self)
-
-        def run(_: Any) -> None:
-            try:
-                lane.ended = Ended(value=function())
-            except GreenletExit:
-                lane.ended = Ended(error=GreenletExit())
-            except BaseException as error:
-                lane.ended = Ended(error=error)
-            self.stopped.append(lane)
-
-        lane.greenlet = _LaneGreenlet(run, self.greenlet)
-        lane.greenlet.gr_context = contextvars.copy_context()
+        lane = LoopLane(name, self, function)
         # It is as far as those that are least far.
         lane.company.turns = min((other.company.turns for other in self.lanes), default=0)
         lane.batch = min((other.batch for other in self.lanes if not other.in_epoch), default=0)
-        lane.greenlet.lane = lane
         self.lanes.append(lane)
         self._ready.append(lane)
         return lane
@@ -239,15 +257,22 @@ class Hub:
         lane.is_parked, lane.parked = False, None
         self.answer(lane, value)
 
+    def run(self) -> list[LoopLane]:
+        """Run until at least one lane has ended or is parked, or none is left to run; return those."""
+        return self._in_thread(serve=True)
+
     def stop(self, lane: LoopLane) -> None:
         """End a lane's function where it waits, as if it had been killed there; its finally clauses run."""
-        if lane in self._ready:
-            self._ready.remove(lane)
-        if lane.ended is None:
-            lane.is_parked, lane.request = False, None
-            self.greenlet = getcurrent()
-            lane.greenlet.parent = self.greenlet
-            lane.greenlet.throw(GreenletExit)
+        others, self._ready = self._ready, deque()
+        if lane.ended is None and lane.greenlet is not None:
+            lane.is_parked = False
+            # What it asks for in its finally clauses is refused, too.
+            for _ in range(_MOST_REFUSALS):
+                self.answer_error(lane, GreenletExit())
+                self._in_thread(serve=False)
+                if lane.ended is not None:
+                    break
+        self._ready = deque(own for own in others if own is not lane)
         if lane in self.stopped:
             self.stopped.remove(lane)
         self._forget(lane)
@@ -257,44 +282,99 @@ class Hub:
         for lane in list(self.lanes):
             self.stop(lane)
         self._watch.stop()
+        if self._commands is not None:
+            self._commands.put(None)
+            self._commands = None
 
-    # The lanes' turns
+    # The thread
 
-    def run(self) -> list[LoopLane]:
-        """Run until at least one lane has ended or is parked, or none is left to run; return those."""
-        self.greenlet, self.thread = getcurrent(), threading.get_ident()
-        for lane in self.lanes:
-            lane.greenlet.parent = self.greenlet
+    def _in_thread(self, *, serve: bool) -> list[LoopLane]:
+        """Let the hub's thread give the lanes their turns; Ctrl-C ends the function of the lane that runs."""
+        if self._commands is None:
+            self._commands = queue.SimpleQueue()
+            work = functools.partial(self._work, self._commands, _Surroundings())
+            thread = threading.Thread(target=work, name="hfta_tune loops", daemon=True)
+            thread.start()
+            self.thread = thread.ident or 0
+        done: Future[list[LoopLane]] = Future()
+        release_threads()
+        self._commands.put((serve, done))
+        while True:
+            try:
+                return done.result()
+            except KeyboardInterrupt:
+                if done.done():
+                    raise
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self.thread), ctypes.py_object(KeyboardInterrupt)
+                )
+
+    def _work(self, commands: Any, surroundings: _Surroundings) -> None:
+        self.greenlet = getcurrent()
+        surroundings.take_over()
+        self.function_modes = torch._C._len_torch_function_stack()
+        self.dispatch_modes = torch._C._len_torch_dispatch_stack()
+        while True:
+            try:
+                command = commands.get()
+                if command is None:
+                    return
+                serve, done = command
+                try:
+                    stopped = self._turns(serve)
+                    release_threads()
+                    done.set_result(stopped)
+                except BaseException as error:
+                    done.set_exception(error)
+            except KeyboardInterrupt:
+                continue  # it came too late for any lane
+
+    def _turns(self, serve: bool) -> list[LoopLane]:
         outside = torch.get_rng_state()
         if self._stream is None:
             self._mark()
         else:
             torch.set_rng_state(self._stream)
         try:
-            return self._run()
+            while True:
+                while self._ready:
+                    self._resume_next()
+                self.running = None
+                if self.stopped:
+                    return self._take_stopped()
+                waiting = [lane for lane in self.lanes if not lane.is_parked]
+                if not waiting or not serve:
+                    return []
+                self._serve(waiting)
         finally:
             self._stream = torch.get_rng_state()
             torch.set_rng_state(outside)
 
-    def _run(self) -> list[LoopLane]:
-        while True:
-            while self._ready:
-                self.go_on()
-            self.running = None
-            if self.stopped:
-                return self._take_stopped()
-            waiting = [lane for lane in self.lanes if not lane.is_parked]
-            if not waiting:
-                return []
-            self._serve(waiting)
+    def _resume_next(self) -> None:
+        lane = self._ready.popleft()
+        if lane.greenlet is None:
+            lane.greenlet = _LaneGreenlet(functools.partial(self._run_lane, lane), self.greenlet)
+            lane.greenlet.gr_context = lane.context
+            lane.greenlet.lane = lane
+        result, lane._result, lane.request = lane._result, None, None
+        self.running = lane
+        lane.greenlet.switch(result)
+
+    def _run_lane(self, lane: LoopLane, _: Any) -> None:
+        try:
+            lane.ended = Ended(value=lane.function())
+        except BaseException as error:
+            lane.ended = Ended(error=error)
+        self.stopped.append(lane)
 
     def go_on(self) -> Any:
         """Let the next lane run that has what it asked for, else the hub; returns when the caller's turn comes."""
-        if not self._ready:
+        if not self._ready or self._ready[0].greenlet is None:
             return self.greenlet.switch()
         lane = self._ready.popleft()
         result, lane._result, lane.request = lane._result, None, None
         self.running = lane
+        assert lane.greenlet is not None
         return lane.greenlet.switch(result)
 
     def _take_stopped(self) -> list[LoopLane]:

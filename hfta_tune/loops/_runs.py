@@ -35,6 +35,10 @@ class LaneRuns:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop all trials."""
         try:
             self._hub.close()
         finally:

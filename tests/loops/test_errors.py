@@ -288,3 +288,32 @@ def test_the_audit_says_what_it_cannot_compare() -> None:
 
     with pytest.warns(FusionWarning, match="draws random numbers"):
         values(in_lanes({str(lr): functools.partial(train, str(lr), build=Noisy) for lr in RATES}, audit=True))
+
+
+def test_errors_of_torch_in_all_lanes_from_any_depth() -> None:
+    """torch walks the whole C++ stack for each; that of a lane ends in its hub's."""
+
+    def own(number: int) -> int:
+        net, batches = hfta_tune.prepare(mlp(), loader(shuffle=False))
+        caught = 0
+        for x, _ in batches:
+            out = net(x)
+            for _ in range(number % 3):
+                with pytest.raises(RuntimeError, match="must match the size"):
+                    out + torch.ones(7)
+                caught += 1
+            lane = current_lane()
+            assert lane is not None
+            lane.park(caught)
+        return torch.ones(2, number + 2) @ torch.ones(number + 3, 1)  # type: ignore[return-value]
+
+    def at_depth(depth: int, call: Callable[[], Any]) -> Any:
+        return call() if depth == 0 else max([depth], key=lambda _: 0) and at_depth(depth - 1, call)
+
+    with LaneRuns(strategy="vmap") as runs:
+        lanes = [runs.start(str(number), functools.partial(own, number)) for number in range(12)]
+        for round_ in range(3):
+            at_depth(7 * round_, lambda: list(runs.run_until_parked(lanes)))
+            assert [lane.parked for lane in lanes] == [(round_ + 1) * (number % 3) for number in range(12)]
+        ends = at_depth(2, lambda: dict(runs.run_until_parked(lanes)))
+        assert {type(end.error) for end in ends.values()} == {RuntimeError}
