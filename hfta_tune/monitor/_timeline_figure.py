@@ -26,6 +26,7 @@ _IDLE = "#E3E6E8"
 _ROUND = "#5D6D7E"
 _COMPILATION = "#2C1A4D"
 _BETWEEN = "rgba(255, 255, 255, 0.6)"
+_TEXT = "#222222"
 
 _ROW_PIXELS = 26
 _MOST_PIXELS = 1600
@@ -51,7 +52,10 @@ def figure_of(timeline: Timeline) -> Figure:
         ) from error
 
     rows = _Rows(timeline)
-    figure = graph_objects.Figure([*_bars_of_stays(timeline, rows), _idle(timeline, rows), *_of_rounds(timeline, rows)])
+    bars = [*_bars_of_stays(timeline, rows), _idle(timeline, rows), *_of_rounds(timeline, rows)]
+    if len(timeline.stays) <= _MOST_LABELS:
+        bars.append(_labels(timeline, rows))
+    figure = graph_objects.Figure(bars)
     trials = len({stay.trial for stay in timeline.stays})
     figure.update_layout(
         title={
@@ -137,12 +141,6 @@ def _bars_of_stays(timeline: Timeline, rows: _Rows) -> list[Bar]:
                 Bar(
                     name=f"{name} ({len(stays)})",
                     marker={"color": color, "line": {"color": "white", "width": 1}},
-                    text=[_label(stay) for stay in stays] if len(timeline.stays) <= _MOST_LABELS else None,
-                    textposition="inside",
-                    insidetextanchor="middle",
-                    textangle=0,
-                    insidetextfont={"color": "white"},
-                    constraintext="inside",
                     customdata=[[stay.trial, stay.rounds, *_place(stay)] for stay in stays],
                     hovertemplate="<b>trial %{customdata[0]}</b><br>%{customdata[2]}<br>%{base:.2f} s to %{x:.2f} s, "
                     f"%{{customdata[1]}} rounds<br>{name}<extra></extra>",
@@ -150,6 +148,25 @@ def _bars_of_stays(timeline: Timeline, rows: _Rows) -> list[Bar]:
                 )
             )
     return bars
+
+
+def _labels(timeline: Timeline, rows: _Rows) -> Bar:
+    """The trials' names on bars that cannot be seen, so that nothing covers them."""
+    from plotly.graph_objects import Bar
+
+    return Bar(
+        name="numbers",
+        showlegend=False,
+        marker={"color": "rgba(0, 0, 0, 0)", "line": {"width": 0}},
+        text=[_label(stay) for stay in timeline.stays],
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        insidetextfont={"color": _TEXT},
+        constraintext="inside",
+        hoverinfo="skip",
+        **_places(rows, timeline.stays),
+    )
 
 
 def _label(stay: LaneStay) -> str:
@@ -209,10 +226,20 @@ def _of_rounds(timeline: Timeline, rows: _Rows) -> list[Bar | Scatter]:
     compilations = [(each.worker, each.begin, each.end) for each in timeline.compilations]
     return [
         Bar(
-            name="pale: no round",
+            name="between rounds, pale",
+            legendgroup="between",
+            showlegend=False,
             marker={"color": _BETWEEN, "line": {"width": 0}},
             hoverinfo="skip",
             **_across(rows, gaps if timeline.rounds else []),
+        ),
+        Scatter(  # white on white says nothing: the legend shows a colour made pale
+            name="no round, pale",
+            legendgroup="between",
+            mode="markers",
+            marker={"symbol": "square", "size": 12, "color": "rgba(0, 158, 115, 0.4)"},
+            x=[None],
+            y=[None],
         ),
         Scatter(
             name="rounds",

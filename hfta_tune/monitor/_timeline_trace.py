@@ -16,7 +16,10 @@ _LANES, _ROUNDS, _COMPILATIONS = 1, 1_000_001, 1_000_002
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """A timeline as the object that the trace's JSON file holds; its times are in microseconds since the start."""
+    """A timeline as the object that the trace's JSON file holds; its times are in microseconds since the start.
+
+    They are integers, so that a trial's end is the next one's begin and no two spans of a lane overlap by rounding.
+    """
     names = [span.worker for span in timeline.workers] + [stay.worker for stay in timeline.stays]
     processes = {name: number for number, name in enumerate(dict.fromkeys(names), 1)}
     events = [*_names(timeline, processes)]
@@ -25,7 +28,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         args = {"trial": stay.trial, "rounds": stay.rounds, "ending": stay.ending}
         events.append(_span(f"trial {stay.trial}", "trial", stay.begin, stay.end, args) | thread)
         if stay.ending != "running":
-            end = {"name": stay.ending, "cat": "end", "ph": "i", "s": "t", "ts": 1e6 * stay.end, "args": args}
+            end = {"name": stay.ending, "cat": "end", "ph": "i", "s": "t", "ts": _microseconds(stay.end), "args": args}
             events.append(end | thread)
     for number, own in enumerate(timeline.rounds):
         arrays = {
@@ -37,14 +40,25 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     for compilation in timeline.compilations:
         thread = {"pid": processes[compilation.worker], "tid": _COMPILATIONS}
         events.append(_span("compile", "compilation", compilation.begin, compilation.end, {}) | thread)
-    for time, trials in timeline.waiting:
-        events.append({"name": "waiting trials", "ph": "C", "ts": 1e6 * time, "pid": 0, "args": {"trials": trials}})
+    if timeline.waiting:
+        run = len(processes) + 1  # not 0, which is no process to viewers
+        events.append({"name": "process_name", "ph": "M", "pid": run, "args": {"name": timeline.name}})
+        counts = ((_microseconds(time), trials) for time, trials in timeline.waiting)
+        events.extend(
+            {"name": "waiting trials", "ph": "C", "ts": time, "pid": run, "args": {"trials": trials}}
+            for time, trials in counts
+        )
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"name": timeline.name}}
 
 
 def _span(name: str, category: str, begin: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
     """A complete event."""
-    return {"name": name, "cat": category, "ph": "X", "ts": 1e6 * begin, "dur": 1e6 * (end - begin), "args": args}
+    time = _microseconds(begin)
+    return {"name": name, "cat": category, "ph": "X", "ts": time, "dur": _microseconds(end) - time, "args": args}
+
+
+def _microseconds(seconds: float) -> int:
+    return round(1e6 * seconds)
 
 
 def _names(timeline: Timeline, processes: dict[str, int]) -> list[dict[str, Any]]:

@@ -58,15 +58,17 @@ def panels() -> list[Panel]:
                 _sum(_now("trials_waiting"), _EXPERIMENT, "trials waiting"),
             ],
         ),
-        Panel("Trials ended", "short", [(f"sum by (reason) ({_now('trials_ended_total')})", "{{reason}}")], True),
+        Panel(
+            "Trials ended so far", "short", [(f"sum by (reason) ({_now('trials_ended_total')})", "{{reason}}")], True
+        ),
         Panel("Rounds of single models", "ops", [_sum(_rate("model_rounds_total"), _EXPERIMENT)], True),
-        Panel("Speed-up over one trial at a time", "none", [_sum(_now("speed_up_ratio"), _EXPERIMENT)]),
+        Panel("Speed-up over one trial at a time", "none", [_mean(_now("speed_up_ratio"), _EXPERIMENT)]),
         Panel("Training steps of single models", "ops", [_sum(_rate("model_steps_total"), _WORKER)], True),
         Panel("Training samples", "ops", [_sum(_rate("training_samples_total"), _WORKER)], True),
         Panel("Arrays", "short", [_sum(_now("arrays"), _WORKER)]),
         Panel("Lanes an array", "short", [_sum(_now("array_lanes"), _ARRAY)], True),
         Panel("Arrays by strategy", "short", [(f"sum by (strategy) ({_now('array_strategy')})", "{{strategy}}")], True),
-        Panel("Refills", "short", [_sum(_now("refills_total"), _WORKER)]),
+        Panel("Refills so far", "short", [_sum(_now("refills_total"), _WORKER)]),
         Panel("Rounds", "ops", [_sum(_rate("rounds_total"), _WORKER)]),
         Panel(
             "Time a round",
@@ -79,8 +81,8 @@ def panels() -> list[Panel]:
                 ),
             ],
         ),
-        Panel("Share of time computing", "percentunit", [_sum(_now("computing_ratio"), _WORKER)]),
-        Panel("Compiling", "s", [_sum(_now("compile_seconds_total"), _WORKER)]),
+        Panel("Share of time computing", "percentunit", [_mean(_now("computing_ratio"), _WORKER)]),
+        Panel("Time for compilations so far", "s", [_sum(_now("compile_seconds_total"), _WORKER)]),
         Panel(
             "Device memory",
             "bytes",
@@ -169,6 +171,11 @@ def _rate(name: str, part: str = "") -> str:
 
 def _sum(expression: str, labels: str, what: str = "") -> tuple[str, str]:
     return f"sum by ({labels}) ({expression})", _LEGENDS[labels] + (what and f": {what}")
+
+
+def _mean(expression: str, labels: str) -> tuple[str, str]:
+    """Of a ratio: runs of the same name in several Ray sessions have one each, which do not add up."""
+    return f"avg by ({labels}) ({expression})", _LEGENDS[labels]
 
 
 def _ratio(above: str, below: str, labels: str, what: str = "") -> tuple[str, str]:

@@ -104,7 +104,7 @@ def test_the_speed_up_of_arrays_as_the_search_makes_them(monkeypatch: pytest.Mon
 
     def note(trainable: Any, configs: list[Config], *args: Any, **options: Any) -> float:
         tried.append(configs)
-        assert 0 < speed_up_of(trainable, configs, *args, **options)
+        assert speed_up_of(trainable, configs, *args, **options) > 0
         return 1.25
 
     measure, speed_up_of = _check.measure, _check.speed_up_of

@@ -74,6 +74,11 @@ def test_what_counts_is_drawn_as_a_rate_or_as_it_is() -> None:
         assert METRICS[name].kind is not Kind.GAUGE
 
 
+def test_ratios_are_not_added_up() -> None:
+    ratios = [query for query in QUERIES if re.search(r"_ratio\b", query)]
+    assert len(ratios) == 2 and all(re.fullmatch(r"avg by \([\w, ]+\) \(\w+_ratio{[^}]*}\)", query) for query in ratios)
+
+
 def test_labels_and_variables(tmp_path: Path) -> None:
     known = {label for metric in METRICS.values() for label in metric.labels} | {"SessionName", "le"}
     for panel in grafana.panels():

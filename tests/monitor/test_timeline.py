@@ -194,7 +194,9 @@ def test_bars_lie_in_the_rows_of_their_lanes(logged: Path) -> None:
     assert bars["stopped with the run"] == [(7, 3, 1), (14, 1, 2)]
     assert bars["idle"] == [(3, 2, 1), (3, 7, 2), (10, 5, 1)]
     assert bars["compiling"] == [(2.5, 0.5, 1)]
-    assert bars["pale: no round"] == [(1, 0.5, 1), (3, 2, 1), (9.5, 0.5, 1), (10, 1, 1), (14, 1, 1)]
+    assert figure.data[-1].name == "numbers"  # nothing covers them
+    assert sorted(figure.data[-1].text) == ["a", "b", "b", "b", "c", "d"]
+    assert bars["between rounds, pale"] == [(1, 0.5, 1), (3, 2, 1), (9.5, 0.5, 1), (10, 1, 1), (14, 1, 1)]
     ticks = dict(zip(figure.layout.yaxis.tickvals, figure.layout.yaxis.ticktext, strict=True))
     assert ticks == {0: "<b>worker 0</b> rounds", 1: "lane 0", 2: "lane 1"}
     assert figure.layout.xaxis.title.text == "seconds since the start"
