@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from dockerfile_parse import DockerfileParser
+from installed import link, needed_by
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
@@ -88,6 +90,7 @@ class Folder:
         python = Path(sys.executable).parent
         # pip's cache and no bytecode: for speed.
         self.environment = {**os.environ, "PATH": f"{python}:{os.environ['PATH']}", "PIP_NO_COMPILE": "1"}
+        self.installed = False
 
     def inside(self, text: str) -> str:
         """The text with the image's folders replaced by those in this one."""
@@ -96,6 +99,8 @@ class Folder:
     def carry_out(self, instruction: str, value: str) -> None:
         if instruction == "RUN":
             if not value.startswith(SYSTEM_COMMANDS):
+                if "pip install" in value and not self.installed:
+                    self.link_what_is_installed_here()
                 self.run(["sh", "-ec", self.inside(value)])
         elif instruction == "COPY":
             self.copy(value)
@@ -111,6 +116,22 @@ class Folder:
             self.run(json.loads(value))
         else:
             assert instruction in ("ARG", "FROM", "USER"), f"{instruction} is not carried out here."
+
+    def link_what_is_installed_here(self) -> None:
+        """Spare pip the unpacking of what this environment has in the pinned versions; pip finds out what is missing.
+
+        Linked is only what the image's own requirement brings: what it forgets is missing here too.
+        """
+        self.installed = True
+        (extras,) = {match[1] for _, value in steps(CPU) if (match := re.search(r'"\.\[([\w,]+)\]"', value))}
+        pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
+        pinned = {canonicalize_name(name): version for name, version in pinned.items()}
+        for name, distribution in needed_by(f"hfta-tune[{extras}]").items():
+            version = distribution.version
+            if name == "torch":  # a given index is tried
+                version = version.removesuffix("+cpu" if "TORCH_CPU_INDEX" not in os.environ else "")
+            if pinned.get(name) == version and name != "setuptools":  # venv has put another one there
+                link(distribution, Path(self.inside("/opt/venv")))
 
     def copy(self, value: str) -> None:
         *sources, target = value.split()
@@ -161,6 +182,7 @@ def test_the_steps_of_the_cpu_image_install_what_the_containers_run(image: Folde
     assert places.startswith(f"{image.folder}/opt/venv/")
     assert places.rstrip().endswith("+cpu")
     assert "--address" in image.run(["ray", "job", "submit", "--help"])
+    image.run(["python", "-c", "import ray.dashboard.optional_deps, prometheus_client"])
     assert "--trials" in image.run(["python", image.inside("/opt/examples/digits_tune.py"), "--help"])
     image.run(["hfta-tune", "grafana", "--out", image.inside("/dashboards/hfta_tune")])
     dashboards = list((image.folder / "dashboards/hfta_tune").glob("*.json"))
