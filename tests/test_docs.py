@@ -6,14 +6,13 @@ import importlib.util
 import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from warm import WarmPython
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
@@ -35,8 +34,6 @@ README_SMALLER = {
     '"training_iteration": 20': '"training_iteration": 2',
     "epochs=20": "epochs=2",
 }
-
-SHELL = "from hfta_tune.cli import main; raise SystemExit(main())"
 
 
 def blocks(text: str) -> Iterator[tuple[str, int, str]]:
@@ -65,9 +62,17 @@ def commands(text: str) -> list[str]:
 WITH_CODE = [page for page in PAGES if script(page.read_text()).strip() or commands(page.read_text())]
 
 
+@pytest.fixture(scope="module")
+def python() -> Iterator[WarmPython]:
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    environment.pop("HFTA_TUNE_STRATEGY", None)
+    with WarmPython(environment) as python:
+        yield python
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in WITH_CODE])
-def test_a_page_s_code_runs(page: Path, tmp_path: Path) -> None:
+def test_a_page_s_code_runs(page: Path, tmp_path: Path, python: WarmPython) -> None:
     """Its blocks in order, as one script of a user's; then its calls of hfta-tune, in the same folder."""
     code = script(page.read_text())
     if page.name == "README.md" and page.parent == ROOT:
@@ -75,15 +80,31 @@ def test_a_page_s_code_runs(page: Path, tmp_path: Path) -> None:
             assert long in code
             code = code.replace(long, short)
         code = f"exec({README_NEEDS!r}); {code.lstrip()}"
-    file = tmp_path / f"{page.stem}.py"
-    file.write_text(code)
-    environment = {**os.environ, "HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
-    environment.pop("HFTA_TUNE_STRATEGY", None)
-    calls = [[sys.executable, str(file)]]
-    calls += [[sys.executable, "-c", SHELL, *shlex.split(command)[1:]] for command in commands(page.read_text())]
-    for call in calls:
-        done = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, f"{call}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    calls = [
+        f"from hfta_tune.cli import main; raise SystemExit(main({shlex.split(command)[1:]}))"
+        for command in commands(page.read_text())
+    ]
+    for number, text in enumerate([code, *calls]):
+        file, log = tmp_path / f"{page.stem}{number or ''}.py", tmp_path / "log"
+        file.write_text(text)
+        returned = python.run(file, log, HOME=str(tmp_path))
+        assert returned == 0, f"{text if number else page.name}\n{log.read_text()[-6000:]}"
+
+
+@pytest.mark.slow
+def test_the_report_of_a_check_is_the_one_that_is_printed(tmp_path: Path, python: WarmPython) -> None:
+    """But for times and rounding, and the advice that goes with times."""
+    text = (ROOT / "docs" / "monitoring.md").read_text()
+    before, shown = re.split(r"<!-- printed by the code above -->\n```\n", text)
+    (tmp_path / "check.py").write_text(script(before))
+    assert python.run(tmp_path / "check.py", tmp_path / "log") == 0
+    printed = (tmp_path / "log").read_text()
+    kept = [[line for line in own.splitlines() if line] for own in (shown.partition("```")[0], printed)]
+    of_labels = [{line[:14].strip(): line[14:] for line in own if line[0] != " "} for own in kept]
+    assert list(of_labels[0]) == list(of_labels[1])
+    for label in of_labels[0].keys() - {"strategy", "audit"}:
+        assert of_labels[0][label] == of_labels[1][label]
+    assert all("(a step of 16 lanes: " in own["strategy"] and "vmap: passed" in own["audit"] for own in of_labels)
 
 
 def test_a_block_says_why_it_is_not_run() -> None:
