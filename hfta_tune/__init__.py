@@ -49,6 +49,8 @@ _FRONT_ENDS = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "lightning":
+        return import_module("hfta_tune.lightning")
     if name not in _FRONT_ENDS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_FRONT_ENDS[name]), name)

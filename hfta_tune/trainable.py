@@ -153,7 +153,9 @@ class FusedTrainable(HostedTrainable):
 
     @abc.abstractmethod
     def training_step(self, model: nn.Module, batch: Any, config: dict[str, Any]) -> Any:
-        """Return the loss of one batch, a 0-d tensor.
+        """Return the loss of one batch, a 0-d tensor; or that and metrics, `(loss, {name: scalar})`.
+
+        A round reports the metrics' means over its batches.
 
         Where build_optimizer returned several optimizers, return a dict with a loss for each that is to step. All
         losses are of the same weights, and an optimizer's parameters get the gradient of its own loss alone.

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from hfta_tune.fusion import (
     FusionWarning,
     Lane,
     LanesDiffer,
+    LastOfRound,
     Options,
     Signature,
     Step,
@@ -62,6 +63,7 @@ from hfta_tune.fusion import (
     form_of_optimizer,
     model_signature,
     obstacle_of_optimizers,
+    without_metrics,
 )
 from hfta_tune.loops import LoopHost
 from hfta_tune.rounds import ArrayRound, Round
@@ -744,10 +746,7 @@ class Worker:
         for array, losses in self._on_each_array(batch, steps, alive, train, failed, training=True):
             tally = self._tallies.setdefault(array, _Tally())
             tally.steps, tally.samples = tally.steps + 1, tally.samples + size
-            if list(losses) != [ONLY]:
-                for name, own in losses.items():
-                    means.add(f"train_loss_{name}", array.lanes, own, size)
-            means.add("train_loss", array.lanes, sum(losses.values()), size)
+            _note_training(losses, array.lanes, size, means)
             self._drop_failed(array, alive, failed)
         for trial in list(alive):
             if trial.lane.schedulers and trial.trainable.lr_scheduler_interval == "step":
@@ -952,6 +951,22 @@ def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 def _arrays_of(trials: Iterable[_Trial]) -> list[FusedArray]:
     return list({trial.array: None for trial in trials if trial.array is not None})
+
+
+def _note_training(given: Mapping[str, Tensor], lanes: Sequence[Lane], size: int, means: RoundMeans) -> None:
+    """Note losses and metrics of a training step; a metric called "train_loss" takes the place of the losses' sum."""
+    losses = without_metrics(given)
+    metrics = [name for name in given if name not in losses]
+    if "train_loss" not in metrics:
+        means.add("train_loss", lanes, sum(losses.values()), size)  # type: ignore[arg-type]
+    if list(losses) != [ONLY]:
+        for name, own in losses.items():
+            means.add(f"train_loss_{name}", lanes, own, size)
+    for name in metrics:
+        if isinstance(name, LastOfRound):
+            means.replace(str(name), lanes, given[name])
+        else:
+            means.add(str(name), lanes, given[name], size)
 
 
 def _batch_size(batch: Any) -> int:

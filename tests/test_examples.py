@@ -47,7 +47,11 @@ def test_an_example_runs_to_its_table(command: list[str], tmp_path: Path) -> Non
         assert re.search(r"hfta_tune is \d+\.\d times as fast", done.stdout), done.stdout
 
 
-OWN_LOOPS = [("own_loop_optuna", "hfta_tune.optimize"), ("own_loop_tune", "hfta_tune.fusible")]
+OWN_LOOPS = [
+    ("own_loop_optuna", "hfta_tune.optimize"),
+    ("own_loop_tune", "hfta_tune.fusible"),
+    ("lightning_digits", "hfta_tune.lightning.trainable"),
+]
 
 
 @pytest.mark.parametrize(("name", "call"), OWN_LOOPS)

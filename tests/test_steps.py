@@ -244,3 +244,53 @@ class iter_again:
 
     def __iter__(self) -> Any:
         return iter(self.batches)
+
+
+class Accurate(Points):
+    """Returns metrics besides the loss; one is called like ours."""
+
+    def training_step(self, model: nn.Module, batch: Any, config: dict[str, Any]) -> Any:
+        x, y = batch
+        logits = model(x)
+        loss = F.cross_entropy(logits, y)
+        return loss + config["weight"], {"accuracy": (logits.argmax(1) == y).float().mean(), "train_loss": loss}
+
+
+def test_metrics_of_a_training_step() -> None:
+    configs = [{"seed": number, "lr": 0.01, "weight": 0.5 * number} for number in range(3)]
+    worker, _ = train(Accurate, configs)
+    plain, _ = train(Smoothed, [{"seed": n, "lr": 0.01, "loss": {"smoothing": 0.0}} for n in range(3)])
+    results, expected = worker.run_round(), plain.run_round()
+    for name in results:
+        ours, theirs = results[name], expected[name]
+        assert isinstance(ours, dict) and isinstance(theirs, dict)
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-4)
+        assert 0 < ours["accuracy"] <= 1
+
+
+@pytest.mark.slow
+def test_metrics_of_a_compiled_training_step(always_compiles: None, compiled_steps: list[int]) -> None:
+    worker, alone = Worker(3, device="cpu"), [Worker(1, device="cpu") for _ in range(3)]
+    for number, own in enumerate(alone):
+        config = {"seed": number, "lr": 0.01, "weight": 0.5 * number}
+        for each in (worker, own):
+            each.add(str(number), Accurate._outside_tune(config), config)
+    for _ in range(6):
+        results = worker.run_round(rounds_left=1e9)
+        for number, own in enumerate(alone):
+            assert results[str(number)] == pytest.approx(own.run_round()[str(number)], rel=1e-4, abs=1e-5)
+    assert compiled_steps
+
+
+def test_a_metric_named_like_an_optimizer() -> None:
+    class Two(Points):
+        def build_optimizer(self, model: Any, config: dict[str, Any]) -> Any:
+            return {"all": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+        def training_step(self, model: nn.Module, batch: Any, config: dict[str, Any]) -> Any:
+            loss = F.cross_entropy(model(batch[0]), batch[1])
+            return {"all": loss}, {"all": loss}
+
+    worker = Worker(1, device="cpu")
+    worker.add("a", Two._outside_tune({"seed": 0}), {"seed": 0})
+    assert "'all', which is the name of an optimizer" in str(worker.run_round()["a"])

@@ -9,6 +9,7 @@ from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, VMAP
 from hfta_tune.fusion.clipping import Clipping
 from hfta_tune.fusion.comparison import Incomparable, comparable, first_incomparable
 from hfta_tune.fusion.compiled_steps import StepCache
+from hfta_tune.fusion.contract import LastOfRound, MetricName, without_metrics
 from hfta_tune.fusion.errors import FusionError, FusionWarning
 from hfta_tune.fusion.failure import LanesDiffer, TornByOutOfMemory, VmapFailed, first_line, line_of
 from hfta_tune.fusion.lane import ONLY, Lane
@@ -32,6 +33,8 @@ __all__ = [
     "Incomparable",
     "Lane",
     "LanesDiffer",
+    "LastOfRound",
+    "MetricName",
     "Options",
     "Signature",
     "Step",
@@ -51,4 +54,5 @@ __all__ = [
     "obstacle_of_optimizer",
     "obstacle_of_optimizers",
     "optimizer_split",
+    "without_metrics",
 ]

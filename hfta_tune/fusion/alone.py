@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfta_tune.fusion.contract import check_losses, check_metrics, no_graph
+from hfta_tune.fusion.contract import check_losses, check_metrics, no_graph, without_metrics
 from hfta_tune.fusion.failure import LanesDiffer
 from hfta_tune.fusion.lane import Lane
 from hfta_tune.fusion.optimizers import obstacle_of_optimizer
@@ -30,7 +30,7 @@ def train_lane(
         update: Whether the optimizers step; else the gradients are only accumulated.
 
     Returns:
-        {optimizer: loss}, NaN if the lane's code raised, now or earlier.
+        {optimizer: loss}, and metrics; losses alone, NaN, if the lane's code raised, now or earlier.
 
     Raises:
         LanesDiffer: from the step.
@@ -58,7 +58,8 @@ def _train(
 ) -> None:
     def backward() -> Tensor:
         with options.autocast(device):
-            found = check_losses(call(), list(lane.optimizers), lane.name)
+            both = check_losses(call(), list(lane.optimizers), lane.name)
+        found = without_metrics(both)
         for number, (name, loss) in enumerate(found.items(), 1):
             if not loss.requires_grad:
                 raise no_graph(lane.name, loss)
@@ -66,7 +67,7 @@ def _train(
             if inputs:
                 share = loss if options.accumulate == 1 else loss / options.accumulate
                 share.backward(inputs=inputs, retain_graph=number < len(found))
-        for name, loss in found.items():
+        for name, loss in both.items():
             losses.setdefault(name, loss.detach())  # an optimizer may evaluate the loss again, at other weights
         return next(iter(found.values()))
 

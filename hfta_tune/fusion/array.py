@@ -18,6 +18,7 @@ from hfta_tune.fusion.batch import constants_of_batch, form_of_batch
 from hfta_tune.fusion.choice import BLOCKS, COMPILED, LANE_BY_LANE, VMAP, StrategyChoice
 from hfta_tune.fusion.compiled import BoundStep
 from hfta_tune.fusion.compiled_steps import CompiledSteps, StepCache
+from hfta_tune.fusion.contract import MetricName
 from hfta_tune.fusion.failure import TornByOutOfMemory
 from hfta_tune.fusion.gradients import clipped_by_optimizer
 from hfta_tune.fusion.graphed import GraphedSteps
@@ -162,7 +163,7 @@ class FusedArray:
             last: Whether it is the round's last.
 
         Returns:
-            {optimizer: losses}, [lanes], NaN for a lane that raised.
+            {optimizer: losses}, [lanes], and metrics by MetricName; NaN for a lane that raised.
 
         Raises:
             LanesDiffer: from the step.
@@ -294,7 +295,10 @@ class FusedArray:
             except torch.OutOfMemoryError as error:
                 raise TornByOutOfMemory(error) from error
         given = [name for name in self.lanes[0].optimizers if all(name in own for own in losses)]
-        return {name: torch.stack([own[name] for own in losses]) for name in given}
+        sound = [own for own, lane in zip(losses, self.lanes, strict=True) if lane.error is None]
+        metrics = [name for name in (sound[0] if sound else ()) if isinstance(name, MetricName)]
+        unknown = torch.tensor(float("nan"), device=self._device)
+        return {name: torch.stack([own.get(name, unknown) for own in losses]) for name in (*given, *metrics)}
 
     def _pooled(self) -> tuple[LaneStack, ArrayOptimizers] | None:
         """The stack of parameters that optimizers step on at once, though each lane has its own passes."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from hfta_tune.fusion.alone import clip_lane, train_lane
 from hfta_tune.fusion.batch import clone_batch
+from hfta_tune.fusion.contract import MetricName
 from hfta_tune.fusion.failure import first_line
 from hfta_tune.fusion.lane import Lane
 from hfta_tune.fusion.options import Options
@@ -274,7 +275,10 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def _of_loss(lane: Lane, optimizer: str, expected: Tensor, got: Tensor, relative: float) -> Difference:
-    return difference_of(lane.name, f"the loss {optimizer!r}" if optimizer else "the loss", expected, got, relative)
+    kind = "metric" if isinstance(optimizer, MetricName) else "loss"
+    return difference_of(
+        lane.name, f"the {kind} {str(optimizer)!r}" if optimizer else "the loss", expected, got, relative
+    )
 
 
 def _of_buffers(one: Lane, other: Lane, relative: float) -> Iterator[Difference]:

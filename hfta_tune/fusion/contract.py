@@ -11,18 +11,46 @@ from torch import Tensor
 from hfta_tune.fusion.errors import FusionError
 from hfta_tune.fusion.lane import ONLY
 
-__all__ = ["check_losses", "check_metrics", "no_graph"]
+__all__ = ["LastOfRound", "MetricName", "check_losses", "check_metrics", "no_graph", "without_metrics"]
+
+
+class MetricName(str):
+    """Among the losses of a training step by optimizer: the name of a metric that it returned besides."""
+
+    __slots__ = ()
+
+
+class LastOfRound(MetricName):
+    """The name of a metric of which a round reports the last value and not the mean."""
+
+    __slots__ = ()
+
+
+def without_metrics(losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The losses alone."""
+    return {name: loss for name, loss in losses.items() if not isinstance(name, MetricName)}
 
 
 def check_losses(losses: Any, optimizers: Sequence[str], trial: str) -> dict[str, Tensor]:
-    """Return a training step's losses as 0-d tensors by optimizer.
+    """Return a training step's losses as 0-d tensors by optimizer, and the metrics that it returned besides.
 
     Where build_optimizer returned several optimizers, the step returns a dict with a loss for those that
-    are to step; else the one loss.
+    are to step; else the one loss. Or it returns that and a dict of metrics, as a tuple.
 
     Raises:
         FusionError: if they are something else.
     """
+    if isinstance(losses, tuple) and len(losses) == 2 and isinstance(losses[1], Mapping):
+        found = check_losses(losses[0], optimizers, trial)
+        device = next(iter(found.values())).device
+        metrics = check_metrics(losses[1], trial, device, "training_step")
+        if both := metrics.keys() & found.keys():
+            raise FusionError(
+                f"{trial}: training_step returned the metric {min(both)!r}, which is the name of an optimizer, too. "
+                "Rename the metric."
+            )
+        named = {name if isinstance(name, MetricName) else MetricName(name): value for name, value in metrics.items()}
+        return {**found, **{name: value.detach() for name, value in named.items()}}
     if list(optimizers) == [ONLY]:
         return {ONLY: _check_loss(losses, trial)}
     if not isinstance(losses, Mapping) or not losses or not losses.keys() <= set(optimizers):
@@ -48,15 +76,15 @@ def _check_loss(loss: Any, trial: str) -> Tensor:
     return loss.reshape(())
 
 
-def check_metrics(metrics: Any, trial: str, device: torch.device) -> dict[str, Tensor]:
-    """Return an evaluation step's metrics as 0-d tensors.
+def check_metrics(metrics: Any, trial: str, device: torch.device, hook: str = "validation_step") -> dict[str, Tensor]:
+    """Return a step's metrics as 0-d tensors.
 
     Raises:
         FusionError: if they are no dict of scalars.
     """
     if not isinstance(metrics, Mapping):
         raise FusionError(
-            f'{trial}: validation_step returned {_say(metrics)}; return a dict of scalars such as {{"accuracy": ...}}.'
+            f'{trial}: {hook} returned {_say(metrics)}; return a dict of scalars such as {{"accuracy": ...}}.'
         )
     checked = {}
     for name, value in metrics.items():
@@ -65,10 +93,10 @@ def check_metrics(metrics: Any, trial: str, device: torch.device) -> dict[str, T
             scalar = torch.tensor(float(value), device=device)
         if scalar is None or scalar.numel() != 1:
             raise FusionError(
-                f"{trial}: validation_step returned {_say(value)} as {name!r}; "
+                f"{trial}: {hook} returned {_say(value)} as {name!r}; "
                 "each metric is one number, such as correct.float().mean()."
             )
-        checked[str(name)] = scalar.reshape(()).to(torch.get_default_dtype())
+        checked[name if isinstance(name, str) else str(name)] = scalar.reshape(()).to(torch.get_default_dtype())
     return checked
 
 

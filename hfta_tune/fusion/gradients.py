@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hfta_tune.fusion.clipping import Clipping, clip_lanes
+from hfta_tune.fusion.contract import without_metrics
 
 __all__ = ["Trains", "clipped_by_optimizer", "gradients_by_optimizer"]
 
@@ -21,12 +22,13 @@ def gradients_by_optimizer(
     """Return {name: gradient [lanes, ...]} of those parameters that have one.
 
     Args:
-        losses: {optimizer: losses [lanes]}. Their sum over lanes has each lane's own gradient.
+        losses: {optimizer: losses [lanes]}, maybe metrics. Their sum over lanes has each lane's own gradient.
         leaves: {name: parameter [lanes, ...]}.
         trains: Which parameters each optimizer trains.
         accumulate: Of how many batches the gradients are averaged.
     """
     gradients: dict[str, Tensor] = {}
+    losses = without_metrics(losses)
     for number, (optimizer, loss) in enumerate(losses.items(), 1):
         names = trains[optimizer]
         inputs = [leaves[name] for name in names]

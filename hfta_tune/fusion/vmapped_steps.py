@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfta_tune.fusion.batch import clone_batch, copy_changes, form_of_batch
-from hfta_tune.fusion.contract import check_losses, check_metrics, no_graph
+from hfta_tune.fusion.contract import check_losses, check_metrics, no_graph, without_metrics
 from hfta_tune.fusion.failure import LanesDiffer, VmapFailed, place_of
 from hfta_tune.fusion.gradients import gradients_by_optimizer
 from hfta_tune.fusion.options import Options
@@ -108,7 +108,7 @@ class VmappedSteps:
     def _forward_and_backward(self, step: Step, batch: Any) -> LossesAndGradients:
         stack, optimizers, _ = self._stacking.whole()
         losses: dict[str, Tensor] = self._call(step, batch, self.checked_losses)
-        for loss in losses.values():
+        for loss in without_metrics(losses).values():
             if not loss.requires_grad:
                 raise no_graph(self._stacking.lanes[0].name, loss)
         gradients = gradients_by_optimizer(losses, stack.parameters, optimizers.trains, self._options.accumulate)
