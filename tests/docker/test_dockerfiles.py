@@ -90,6 +90,7 @@ class Folder:
         python = Path(sys.executable).parent
         # pip's cache and no bytecode: for speed.
         self.environment = {**os.environ, "PATH": f"{python}:{os.environ['PATH']}", "PIP_NO_COMPILE": "1"}
+        self.environment.pop("PYTHONPATH", None)
         self.installed = False
 
     def inside(self, text: str) -> str:
