@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from hfta_tune.fusion.lane import Lane
 from hfta_tune.fusion.stack import LaneStack
 
-__all__ = ["GradientRows"]
+__all__ = ["GradientRows", "newest_first"]
+
+_ages = itertools.count()
 
 
 class GradientRows:
@@ -26,16 +29,25 @@ class GradientRows:
     def __init__(self, stack: LaneStack) -> None:
         self.stack = stack
         self.lanes = stack.lanes
+        self.age = next(_ages)
         self._leaves = {name: leaf for name, leaf in stack.parameters.items() if leaf.requires_grad}
         self._own: dict[str, list[nn.Parameter]] = {
             name: [lane.model.get_parameter(name) for lane in stack.lanes] for name in self._leaves
         }
         self._rows: dict[str, tuple[Tensor | None, ...]] = {}
 
-    def collect(self) -> None:
-        """Make the stacked gradients what the lanes' are now: before a backward pass adds to them."""
+    def collect(self, claimed: set[int] | None = None) -> None:
+        """Make the stacked gradients what the lanes' are now: before a backward pass adds to them.
+
+        Args:
+            claimed: By id, the parameters whose gradients other stacks have taken; this one's are added to it.
+        """
         for name, leaf in self._leaves.items():
             own = [parameter.grad for parameter in self._own[name]]
+            if claimed is not None:
+                ids = list(map(id, self._own[name]))
+                own = [None if id_ in claimed else gradient for id_, gradient in zip(ids, own, strict=True)]
+                claimed.update(ids)
             rows = self._rows.get(name, (None,) * len(own))
             if all(gradient is None for gradient in own):
                 leaf.grad = None
@@ -100,4 +112,10 @@ class GradientRows:
         rows = tuple(row if own else None for row, own in zip(gradient.unbind(), has, strict=True))
         self._rows[name] = rows
         for parameter, row in zip(self._own[name], rows, strict=True):
-            parameter.grad = row
+            if row is not None:
+                parameter.grad = row
+
+
+def newest_first(rows: Iterable[GradientRows]) -> list[GradientRows]:
+    """The order in which gradients are collected and dealt out: a lane that has moved has its gradient in the last."""
+    return sorted({id(own): own for own in rows}.values(), key=lambda own: -own.age)

@@ -16,7 +16,7 @@ from hfta_tune.fusion.audit import Difference, NotAuditable
 from hfta_tune.fusion.audit_calls import audit_call, audit_function
 from hfta_tune.fusion.calls import CalledArray, call_function
 from hfta_tune.fusion.choice import StrategyChoice
-from hfta_tune.fusion.gradient_rows import GradientRows
+from hfta_tune.fusion.gradient_rows import newest_first
 from hfta_tune.fusion.parts import part_of
 from hfta_tune.loops._hub import Hub, LoopLane
 from hfta_tune.loops._trial import ON_ITS_OWN, LoopTrial
@@ -331,12 +331,13 @@ class Fusion:
 
     def serve_backward(self, lanes: list[LoopLane]) -> None:
         """Lanes give their losses to backward()."""
-        rows: dict[int, GradientRows] = {id(own): own for lane in lanes for own in lane.trial.used}
-        for own in rows.values():
-            own.collect()
+        rows = newest_first(own for lane in lanes for own in lane.trial.used)
+        claimed: set[int] | None = set() if len(rows) > 1 else None
+        for own in rows:
+            own.collect(claimed)
         asking = {lane.trial.lane for lane in lanes}
         retain = _payload_key(lanes[0]) or any(
-            lane not in asking and lane in self._trials for own in rows.values() for lane in own.lanes
+            lane not in asking and lane in self._trials for own in rows for lane in own.lanes
         )
         roots, weights = _roots([_payload(lane) for lane in lanes])
         self._in_backward = True
@@ -344,7 +345,7 @@ class Fusion:
             torch.autograd.backward(roots, weights, retain_graph=retain)
         finally:
             self._in_backward = False
-        for own in rows.values():
+        for own in rows:
             own.deal_out([lane for lane in own.lanes if lane in asking])
         for lane in lanes:
             self.hub.answer(lane, None)

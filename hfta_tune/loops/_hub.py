@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
+from hfta_tune.loops._errors import copy_of_error
 from hfta_tune.loops._modes import Modes
 from hfta_tune.loops._threads import release_threads
 
@@ -134,6 +135,7 @@ class LoopLane:
     operations: int = 0
     passes: int = 0
     random_state: torch.Tensor | None = None
+    _epochs: list[tuple[Any, _Company, int]] = field(default_factory=list)
     _result: Any = None
 
     def wait(self, request: Request) -> Any:
@@ -169,6 +171,25 @@ class LoopLane:
         """Its code has gone on to the next batch, or its optimizers have stepped."""
         self.batch += 1
         self.operations = 0
+
+    def begin_epoch(self, epoch: Any, company: _Company) -> None:
+        """It goes through an epoch with others, perhaps in the middle of another one."""
+        self._epochs.append((epoch, self.company, self.batch))
+        self.company, self.in_epoch, self.has_epochs = company, True, True
+        self.batch = self.operations = self.passes = 0
+
+    def end_epoch(self, epoch: Any) -> None:
+        """It has left an epoch; which is not always the one that it began last."""
+        for number, (own, company, batch) in enumerate(self._epochs):
+            if own is epoch:
+                del self._epochs[number]
+                if number < len(self._epochs):
+                    inner, _, its_batch = self._epochs[number]
+                    self._epochs[number] = inner, company, its_batch
+                else:
+                    self.company, self.batch = company, batch
+                break
+        self.in_epoch = bool(self._epochs)
 
     def place(self) -> str:
         """Where its own code is: file, line and function."""
@@ -407,7 +428,7 @@ class Hub:
         except Exception as error:
             for lane in group:
                 if lane not in self._ready:
-                    self.answer_error(lane, error)
+                    self.answer_error(lane, copy_of_error(error))
 
     def _choose(self, waiting: Sequence[LoopLane]) -> list[LoopLane]:
         kind, key = _request_of(waiting[0]).kind, _request_of(waiting[0]).key
@@ -440,19 +461,22 @@ class Hub:
         if lane.trial is not None:
             lane.trial.leave()
 
-    def join(self, lanes: Iterable[LoopLane]) -> None:
-        """These lanes begin an epoch together."""
-        lanes = list(lanes)
-        company = _Company(min(lane.company.turns for lane in lanes))
-        for lane in lanes:
-            lane.company, lane.in_epoch, lane.has_epochs = company, True, True
-            lane.batch = lane.operations = lane.passes = 0
+    def join(self, epochs: Mapping[LoopLane, Any]) -> None:
+        """These lanes begin their epochs together."""
+        company = _Company(min(lane.company.turns for lane in epochs))
+        for lane, epoch in epochs.items():
+            lane.begin_epoch(epoch, company)
 
     def where(self) -> str:
         """Where every lane's own code is, a line each."""
         return "\n".join(f"  {lane.name}: {lane.place()}" for lane in list(self.lanes))
 
     # Random numbers
+
+    def random_state_of(self, lane: LoopLane) -> torch.Tensor | None:
+        """The random state of torch as a running lane's own code has seeded it, or None."""
+        self.keep_random_state(lane)
+        return lane.random_state
 
     def keep_random_state(self, lane: LoopLane) -> None:
         """Keep what a lane's own code has seeded as the lane's, and go on with the stream that all lanes share."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import deque
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -14,11 +13,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler, TensorDataset
 
 from hfta_tune.fusion.comparison import comparable, first_incomparable
+from hfta_tune.loops._batches import Epoch, drawing, same_state
 from hfta_tune.loops._hub import LoopLane, Request, current_lane
 
 __all__ = ["PreparedLoader"]
 
-_END: Any = object()
+_NO_DATA: DataLoader[Any] = DataLoader(())  # type: ignore[arg-type]
 _NOT_COMPARED = {"_iterator", "_DataLoader__initialized", "dataset", "sampler", "batch_sampler", "generator"}
 
 
@@ -44,20 +44,17 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         lane = current_lane()
-        if lane is None or lane.trial is None or lane.trial.obstacle is not None:
-            yield from self._loader
-            return
+        if lane is None or lane.trial is None:
+            return iter(self._loader)
         lane.trial.check()
-        device = lane.trial.device
-        outer = lane.company, lane.in_epoch, lane.batch
-        trains = torch.is_grad_enabled()
-        key = self._key(), device, trains
-        request = Request(_begin, key, 0, (self._loader, device), opens=True, trains=trains, length=self._length())
-        epoch: _Epoch = lane.wait(request)
-        try:
-            yield from epoch.read(lane)
-        finally:
-            lane.company, lane.in_epoch, lane.batch = outer
+        if lane.trial.obstacle is not None:
+            return _open([lane], [self._loader]).read(lane, self._loader)
+        key = self._key(), _order_of(self._loader, lane.hub.random_state_of(lane))
+        # Lanes that read other data begin together, too: what they do with it may be one call.
+        together = lane.trial.device, torch.is_grad_enabled(), self._length()
+        request = Request(_begin, together, 0, (self._loader, key), opens=True, trains=together[1], length=together[2])
+        epoch: Epoch = lane.wait(request)
+        return epoch.read(lane, self._loader)
 
     def _length(self) -> float:
         try:
@@ -115,47 +112,43 @@ def _key_of_sampler(sampler: Any) -> Hashable:
 
 def _order_of(loader: Any, random_state: Tensor | None) -> Hashable:
     """What the order of a loader's next epoch comes from, besides what tells it from other loaders."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.sampler, SequentialSampler):
+    if not _is_shuffled(loader):
         return None
     generators = loader.generator, getattr(loader.sampler, "generator", None)
     states = [None if generator is None else bytes(generator.get_state().numpy()) for generator in generators]
     return (*states, None if random_state is None else bytes(random_state.numpy()))
 
 
+def _is_shuffled(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and not isinstance(loader.sampler, SequentialSampler)
+
+
 def _begin(lanes: list[LoopLane]) -> None:
-    """Lanes begin an epoch of the same data: together, though each in the order that its own code has seeded."""
+    """Lanes begin an epoch together: one and the same those for whom it would be the same alone."""
     hub = lanes[0].hub
-    hub.join(lanes)
     lanes[0].trial.interrupted()
     alike: dict[Hashable, list[LoopLane]] = {}
     for lane in lanes:
         assert lane.request is not None
-        loader, _ = lane.request.payload
-        alike.setdefault(_order_of(loader, lane.random_state), []).append(lane)
+        alike.setdefault(lane.request.payload[1], []).append(lane)
+    epochs: dict[LoopLane, Epoch] = {}
     for own in alike.values():
-        epoch = _open(own)
-        for lane in own:
-            hub.answer(lane, epoch)
+        epochs |= dict.fromkeys(own, _open(own, [lane.request.payload[0] for lane in own if lane.request is not None]))
+    hub.join(epochs)
+    for lane, epoch in epochs.items():
+        hub.answer(lane, epoch)
 
 
-def _open(lanes: list[LoopLane]) -> _Epoch:
-    payloads = [lane.request.payload for lane in lanes if lane.request is not None]
-    loader, device = payloads[0]
-    epoch = _Epoch(lanes, device)
-    own, shared = lanes[0].random_state, torch.get_rng_state()
-    if own is not None:
-        torch.set_rng_state(own)
-    try:
-        epoch.open(loader)
-    finally:
-        if own is not None:
-            drawn = torch.get_rng_state()
-            for lane in lanes:
-                if lane.random_state is not None and torch.equal(lane.random_state, own):
-                    lane.random_state = drawn
-            torch.set_rng_state(shared)
-    for other, _ in payloads[1:]:
+def _open(lanes: list[LoopLane], loaders: list[Any]) -> Epoch:
+    first, loader = lanes[0], loaders[0]
+    before = first.hub.random_state_of(first)
+    epoch = Epoch(lanes, first.trial.device, loader, is_shuffled=_is_shuffled(loader))
+    for lane, other in zip(lanes[1:], loaders[1:], strict=True):
         _follow(loader, other)
+        if same_state(lane.random_state, before):
+            lane.random_state = first.random_state
+        elif isinstance(loader, DataLoader) and loader.generator is None:
+            drawing(lane, lambda: iter(_NO_DATA))  # what the beginning of any epoch draws
     return epoch
 
 
@@ -167,60 +160,3 @@ def _follow(leader: Any, other: Any) -> None:
             ours, theirs = getattr(ours, "generator", None), getattr(theirs, "generator", None)
         if ours is not None and theirs is not None and ours is not theirs:
             theirs.set_state(ours.get_state())
-
-
-class _Epoch:
-    """The batches of one pass over data, kept until all of the lanes have read them."""
-
-    def __init__(self, lanes: list[LoopLane], device: torch.device) -> None:
-        self._device = device
-        self._places = dict.fromkeys(lanes, 0)
-        self._kept: deque[Any] = deque()
-        self._first = 0
-        self._batches: Iterator[Any] | None = None
-        self._error: Exception | None = None
-
-    def open(self, loader: Any) -> None:
-        """Begin to read: with the random numbers that are in force now."""
-        try:
-            self._batches = iter(loader)
-            self._kept.append(self._to_device(next(self._batches, _END)))
-        except Exception as error:
-            self._error = error
-
-    def read(self, lane: LoopLane) -> Iterator[Any]:
-        """The batches, for one lane."""
-        try:
-            while (batch := self._get(self._places[lane])) is not _END:
-                self._places[lane] += 1
-                self._drop()
-                lane.next_batch()
-                yield batch
-        finally:
-            del self._places[lane]
-            self._drop()
-
-    def _get(self, place: int) -> Any:
-        while place >= self._first + len(self._kept):
-            if self._error is not None:
-                raise self._error
-            if self._kept and self._kept[-1] is _END:
-                return _END
-            try:
-                assert self._batches is not None
-                self._kept.append(self._to_device(next(self._batches, _END)))
-            except Exception as error:
-                self._error = error
-        return self._kept[place - self._first]
-
-    def _to_device(self, batch: Any) -> Any:
-        if batch is _END or self._device.type == "cpu":
-            return batch
-        return pytree.tree_map_only(Tensor, lambda t: t.to(self._device, non_blocking=True), batch)
-
-    def _drop(self) -> None:
-        """Forget what all lanes have read."""
-        behind = min(self._places.values(), default=self._first + len(self._kept))
-        while self._first < behind and len(self._kept) > 1:
-            self._kept.popleft()
-            self._first += 1
