@@ -23,7 +23,7 @@ class ArrayRound:
     Attributes:
         number: Which array of its worker it is.
         trials: The trials in it at the end of the round, in the order of its rows.
-        strategy: How its last training step ran: "compiled", "vmap" or "lane by lane".
+        strategy: How its last training step ran: "compiled" (or "compiled by 8", "by 32"), "vmap" or "lane by lane".
         steps: Training steps of the round.
         samples: Samples that each of its trials was trained on.
         compile_seconds: How long a compilation at the round's end took, else 0.
