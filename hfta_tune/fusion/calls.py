@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfta_tune.fusion.choice import LANE_BY_LANE, VMAP, StrategyChoice
+from hfta_tune.fusion.errors import FusionError
 from hfta_tune.fusion.failure import VmapFailed
 from hfta_tune.fusion.gradient_rows import GradientRows
 from hfta_tune.fusion.lane import Lane
 from hfta_tune.fusion.options import Options
 from hfta_tune.fusion.parts import hand_out, shared, stacked
-from hfta_tune.fusion.stack import rows
+from hfta_tune.fusion.stack import LaneStack, rows
 from hfta_tune.fusion.stacking import Stacking
 from hfta_tune.fusion.vmapped import function_for_all
 from hfta_tune.fusion.vmapped_steps import VmappedSteps
@@ -128,6 +129,7 @@ class CalledArray:
         self._rows: GradientRows | None = None
         self._moves = -1
         self._modes: tuple[bool, ...] | None = None
+        self._kinds: set[Hashable] = set()
 
     @property
     def _choice(self) -> StrategyChoice:
@@ -171,15 +173,18 @@ class CalledArray:
             self._stacking.change(leave, join)
             self.lanes = tuple(self._stacking.lanes)
 
-    def holds(self, lane: Lane) -> bool:
-        """Whether the tensors of a lane are where the array has them, or it has none of them now."""
+    @property
+    def present(self) -> LaneStack | None:
+        """Where the lanes' tensors are now, if they are together."""
+        return self._stacking.present
+
+    def places(self, lane: Lane) -> list[int] | None:
+        """Where in memory the tensors of a lane are to be: parameters, then buffers; None if anywhere."""
         stack = self._stacking.present
         if stack is None or lane not in stack.lanes:
-            return True
+            return None
         row = stack.lanes.index(lane)
-        return all(
-            stack.parameters[name][row].data_ptr() == parameter.data_ptr() for name, parameter in lane.parameters()
-        )
+        return [stacked[row].data_ptr() for stacked in (*stack.parameters.values(), *stack.buffers.values())]
 
     def gradient_rows(self) -> GradientRows:
         """The gradients of the present stack."""
@@ -204,7 +209,7 @@ class CalledArray:
         Raises:
             VmapFailed, torch.OutOfMemoryError: Nothing has changed.
         """
-        _, _, template = self._stacking.whole()
+        stack, _, template = self._stacking.whole()
         if modes != self._modes or self._moves != self._stacking.moves:
             for module, training in zip(template.model.modules(), modes, strict=True):
                 module.training = training
@@ -212,20 +217,23 @@ class CalledArray:
         steps = self._steps.setdefault(options, VmappedSteps(self._stacking, options, self._device))
         given, own = _sorted_out(calls, self.lanes)
         outputs = Outputs()
+        kept = _kept_tensors(template.model) if kind not in self._kinds else None
 
         def step(_: Sequence[Lane], model: nn.Module, batch: Any, values: Mapping[Any, Tensor]) -> Any:
             leaves = [values[place] if place in own else leaf for place, leaf in enumerate(batch)]
             args, kwargs = calls[0].arguments(leaves)
-            return model.get_submodule(slot)(*args, **kwargs)
+            result = model.get_submodule(slot)(*args, **kwargs)
+            if kept is not None:
+                _refuse_kept_tensors(template.model, kept)
+            return result
 
         if torch.is_grad_enabled():
             self._note_samples(calls[0])
         tensors = steps.outputs(step, given, own, outputs.flatten, (kind, tuple(own)))
+        if torch.is_grad_enabled():
+            self._rows_of(stack).hold_in(tensors)
+        self._kinds.add(kind)
         return outputs.of_lanes(tensors, self.lanes, self._check)
-
-    def uses(self, gradients: GradientRows) -> bool:
-        """Whether these are the gradients of the present stack."""
-        return gradients is self._rows and gradients.stack is self._stacking.present
 
     @torch.no_grad()
     def clip(self, names: Sequence[str], limits: Sequence[float], how: float | None) -> Sequence[Tensor | None] | None:
@@ -334,6 +342,27 @@ def call_function(
     return outputs.of_lanes(tensors, lanes, check)
 
 
+def _kept_tensors(model: nn.Module) -> dict[tuple[str, str], int]:
+    """{module, attribute: id} of the tensors that modules keep as plain attributes."""
+    return {
+        (path, name): id(value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _refuse_kept_tensors(model: nn.Module, before: Mapping[tuple[str, str], int]) -> None:
+    """See that a call has left no tensor in a module, where the code of a lane would look for its own in vain.
+
+    Raises:
+        NotImplementedError: if it has.
+    """
+    for (path, name), number in _kept_tensors(model).items():
+        if before.get((path, name)) != number:
+            raise NotImplementedError(f"forward keeps a tensor in {path}.{name}; return it")
+
+
 def _sorted_out(calls: Sequence[Call], lanes: tuple[Lane, ...]) -> tuple[list[Any], dict[int, Tensor]]:
     """The leaves that lanes share, and {place: [lanes, ...]} of those that are each lane's own."""
     given = list(calls[0].leaves)
@@ -341,6 +370,11 @@ def _sorted_out(calls: Sequence[Call], lanes: tuple[Lane, ...]) -> tuple[list[An
     for place, leaf in enumerate(given):
         if isinstance(leaf, Tensor):
             column = [call.leaves[place] for call in calls]
+            if leaf.requires_grad and leaf.is_leaf and any(other is leaf for other in column[1:]):
+                raise FusionError(
+                    "Several trials ask for gradients of one tensor, so they would get its sum. Make each its own: "
+                    "x = x.detach().requires_grad_()."
+                )
             if not shared(column):
                 own[place] = stacked(column, lanes)
                 given[place] = None

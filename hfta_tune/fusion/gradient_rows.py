@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+import weakref
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from hfta_tune.fusion.lane import Lane
 from hfta_tune.fusion.stack import LaneStack
 
-__all__ = ["GradientRows", "newest_first"]
+__all__ = ["GradientRows", "Graph", "newest_first"]
 
 _ages = itertools.count()
+
+
+class Graph:
+    """Lives as long as a graph that leads to a stack: its nodes hold it.
+
+    Attributes:
+        rows: The gradients of the stack.
+    """
+
+    __slots__ = ("__weakref__", "rows")
+
+    def __init__(self, rows: GradientRows) -> None:
+        self.rows = rows
 
 
 class GradientRows:
@@ -35,6 +50,20 @@ class GradientRows:
             name: [lane.model.get_parameter(name) for lane in stack.lanes] for name in self._leaves
         }
         self._rows: dict[str, tuple[Tensor | None, ...]] = {}
+        self._graph: weakref.ref[Graph] | None = None
+
+    def hold_in(self, outputs: Sequence[Tensor]) -> None:
+        """Let the graphs of tensors hold a `Graph`."""
+        graph = self.graph or Graph(self)
+        self._graph = weakref.ref(graph)
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.grad_fn.metadata["hfta_tune"] = graph  # type: ignore[index]
+
+    @property
+    def graph(self) -> Graph | None:
+        """What the graphs hold, as long as there is one."""
+        return None if self._graph is None else self._graph()
 
     def collect(self, claimed: set[int] | None = None) -> None:
         """Make the stacked gradients what the lanes' are now: before a backward pass adds to them.
@@ -89,6 +118,18 @@ class GradientRows:
                 False
             ):
                 self._bind(name, leaf.grad, has)
+
+    def are_computed_now(self) -> bool:
+        """Whether the backward pass that runs adds to them; one that returns gradients (torch.autograd.grad) does not.
+
+        For a hook in that pass.
+        """
+        try:
+            return any(
+                torch._C._will_engine_execute_node(get_gradient_edge(leaf).node) for leaf in self._leaves.values()
+            )
+        except RuntimeError:  # so torch answers where gradients are returned
+            return False
 
     def bound(self, name: str) -> Tensor | None:
         """The stacked gradient of a parameter, [lanes, ...], if the lanes' own are all rows of it."""

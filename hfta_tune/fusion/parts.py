@@ -40,7 +40,9 @@ def hand_out(whole: Tensor, lanes: tuple[Any, ...], check: Callable[[Tensor], No
 def part_of(tensor: Tensor) -> Part | None:
     """What a tensor is a part of, if it was handed out and nothing has been done to it since."""
     part: Part | None = getattr(tensor, "_hfta_tune_part", None)
-    return part if part is not None and part.version == tensor._version else None
+    if part is None or part.version != tensor._version or tensor._backward_hooks is not None or tensor.retains_grad:
+        return None
+    return part
 
 
 def shared(tensors: Sequence[Tensor]) -> bool:

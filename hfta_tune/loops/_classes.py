@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import copyreg
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from torch import nn
 from hfta_tune.loops._hub import current_lane
 
 __all__ = ["as_bare", "make_bare", "make_prepared", "prepared_class_of"]
+
+
+_CRITERION = "_hfta_tune_criterion"
 
 
 class Prepared:
@@ -26,14 +30,16 @@ class Prepared:
         lane = current_lane()
         if lane is None or lane.trial is None:
             return bare(*args, **kwargs)
-        key: int | None = vars(self).get("_hfta_tune_function")
-        if key is not None:
-            return lane.trial.call_function(key, bare, args, kwargs)
+        criterion = vars(self).get(_CRITERION)
+        if criterion is not None:
+            return lane.trial.call_function(criterion, bare, args, kwargs)
         return lane.trial.call(self, bare, args, kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         # Of a row of the array, torch.save would write the rows of all lanes.
         state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("keep_vars"):
+            return state
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 state[name] = value.clone()
@@ -46,9 +52,13 @@ class Prepared:
             return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        lane = current_lane()
+        if lane is not None and lane.trial is not None:
+            lane.trial.own_storage()  # of a row, the rows of all lanes would be written
         with as_bare([self]):  # type: ignore[list-item]
             reduced: Any = object.__reduce_ex__(self, protocol)
-        return (_new, *reduced[1:])
+        own = reduced[0] not in (copyreg.__newobj__, copyreg._reconstructor)  # type: ignore[attr-defined]
+        return reduced if own else (_new, *reduced[1:])
 
 
 def _new(kind: type[nn.Module], *arguments: Any) -> nn.Module:
@@ -68,15 +78,16 @@ def prepared_class_of(module: nn.Module) -> type[nn.Module] | None:
     return type(module)._hfta_tune_class if isinstance(module, Prepared) else None
 
 
-def make_prepared(module: nn.Module, function: int | None = None) -> None:
-    """Send the module's calls to the hub.
+def make_prepared(module: nn.Module, criterion: Any = None) -> None:
+    """Send the module's calls to the hub: as those of a model, or of a criterion.
 
     Raises:
         TypeError: if its class cannot be extended.
     """
-    module.__class__ = _class_for(type(module))  # type: ignore[arg-type]
-    if function is not None:
-        vars(module)["_hfta_tune_function"] = function
+    if not isinstance(module, Prepared):
+        module.__class__ = _class_for(type(module))  # type: ignore[arg-type]
+    if criterion is not None:
+        vars(module)[_CRITERION] = criterion
 
 
 def make_bare(module: nn.Module) -> None:
@@ -84,17 +95,22 @@ def make_bare(module: nn.Module) -> None:
     own = prepared_class_of(module)
     if own is not None:
         module.__class__ = own
-        vars(module).pop("_hfta_tune_function", None)
+        vars(module).pop(_CRITERION, None)
 
 
 @contextlib.contextmanager
 def as_bare(modules: Iterable[nn.Module]) -> Iterator[None]:
     """The modules have their own classes meanwhile."""
-    before: list[tuple[nn.Module, Callable[..., Any]]] = [(m, type(m)) for m in modules if isinstance(m, Prepared)]
-    for module, kind in before:
-        module.__class__ = kind._hfta_tune_class  # type: ignore[attr-defined]
+    before: list[tuple[nn.Module, Any, Any]] = []
+    for module in modules:
+        if isinstance(module, Prepared):
+            before.append((module, type(module), vars(module).pop(_CRITERION, None)))
+    for module, kind, _ in before:
+        module.__class__ = kind._hfta_tune_class
     try:
         yield
     finally:
-        for module, kind in before:
-            module.__class__ = kind  # type: ignore[assignment]
+        for module, kind, criterion in before:
+            module.__class__ = kind
+            if criterion is not None:
+                vars(module)[_CRITERION] = criterion

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TypeVar
 
-__all__ = ["copy_of_error"]
+__all__ = ["copy_of_error", "note"]
 
 _Error = TypeVar("_Error", bound=BaseException)
 
@@ -22,3 +22,8 @@ def copy_of_error(error: _Error) -> _Error:
     if (notes := getattr(error, "__notes__", None)) is not None:
         vars(own)["__notes__"] = list(notes)
     return own
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a note to an error, from Python 3.11 on."""
+    getattr(error, "add_note", lambda note: None)(text)

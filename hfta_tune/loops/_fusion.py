@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hfta_tune.fusion import LANE_BY_LANE, VMAP, FusionError, FusionWarning, VmapFailed, first_line
 from hfta_tune.fusion.audit import Difference, NotAuditable
@@ -18,7 +20,9 @@ from hfta_tune.fusion.calls import CalledArray, call_function
 from hfta_tune.fusion.choice import StrategyChoice
 from hfta_tune.fusion.gradient_rows import newest_first
 from hfta_tune.fusion.parts import part_of
-from hfta_tune.loops._hub import Hub, LoopLane
+from hfta_tune.loops._classes import make_bare
+from hfta_tune.loops._errors import note
+from hfta_tune.loops._hub import Hub, LoopLane, current_lane
 from hfta_tune.loops._trial import ON_ITS_OWN, LoopTrial
 
 __all__ = ["Fusion"]
@@ -61,9 +65,16 @@ class Fusion:
         self._trials: dict[Any, LoopTrial] = {}
         self._said: set[str] = set()
         self._functions_alone: set[int] = set()
+        self.criteria: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._in_backward = False
         self._stepped: tuple[CalledArray, float] | None = None
         self._calls = 0
+
+    def close(self) -> None:
+        """Criteria, which may outlive their trials, are ordinary modules again."""
+        for criterion in self.criteria:
+            make_bare(criterion)
+        self.criteria.clear()
 
     # Trials and arrays
 
@@ -85,10 +96,6 @@ class Fusion:
         if array is not None:
             array.change_lanes(leave=[trial.lane])
         self._trials.pop(trial.lane, None)
-
-    def forget(self, trial: LoopTrial) -> None:
-        """A trial has ended."""
-        trial.used.clear()
 
     def warn_once(self, message: str, trial: str | None = None) -> None:
         """Say something that the user should know, once; of several trials, for the first."""
@@ -130,10 +137,7 @@ class Fusion:
             trial.array = home
             home.change_lanes(join=[trial.lane])
         self._settle(home)
-        found: dict[int, tuple[CalledArray, list[LoopLane]]] = {}
-        for lane in lanes:
-            found.setdefault(id(lane.trial.array), (lane.trial.array, []))[1].append(lane)
-        return [(array, self._in_order(array, own)) for array, own in found.values()]
+        return [(array, self._in_order(array, own)) for array, own in _by_array(lanes)]
 
     def _new_array(self, trial: LoopTrial) -> CalledArray:
         strategies = (LANE_BY_LANE,) if trial.key in self._hopeless else self._strategies
@@ -191,12 +195,8 @@ class Fusion:
 
     def _without_parts(self, lanes: Sequence[LoopLane]) -> list[LoopLane]:
         """Serve those who evaluate while others of their array do not, which is no reason to part; return the rest."""
-        asking: dict[int, list[LoopLane]] = {}
-        for lane in lanes:
-            asking.setdefault(id(lane.trial.array), []).append(lane)
         rest = []
-        for own in asking.values():
-            array = own[0].trial.array
+        for array, own in _by_array(lanes):
             modes = _payload(own[0])[1][2]
             if array is None or len(own) == len(array.lanes):
                 rest += own
@@ -235,10 +235,9 @@ class Fusion:
             self._halve(array, lanes, error)
             return
         if grad:
-            rows = array.gradient_rows()
+            graph = array.gradient_rows().graph
             for lane in lanes:
-                if rows not in lane.trial.used:
-                    lane.trial.used.append(rows)
+                lane.trial.has_called(graph)
         of_lane = dict(zip(array.lanes, values, strict=True))
         for lane in lanes:
             self.hub.answer(lane, of_lane[lane.trial.lane])
@@ -271,20 +270,48 @@ class Fusion:
         if difference is not None and difference.is_wrong:
             raise _Differs(difference)
 
-    def _halve(self, array: CalledArray, lanes: list[LoopLane], error: torch.OutOfMemoryError) -> None:
-        if len(lanes) == 1:
+    def _halve(self, array: CalledArray, lanes: Sequence[LoopLane], error: torch.OutOfMemoryError) -> None:
+        """Call again what did not fit into memory, in smaller arrays."""
+        if len(array.lanes) == 1:
             raise error
-        half = -(-len(lanes) // 2)
-        self._most[lanes[0].trial.key] = half
+        count = len(array.lanes)
+        most = self._shrink([array])
         self.warn_once(
-            f"{len(lanes)} lanes do not fit into memory ({first_line(error)}). They train on in arrays of {half}. "
+            f"{count} lanes do not fit into memory ({first_line(error)}). They train on in arrays of {most}. "
             "Set B to that."
         )
+        for part, own in _by_array(lanes):
+            self._call(part, self._in_order(part, own) if len(own) == len(part.lanes) else own)
+
+    @contextlib.contextmanager
+    def _failing_for_want_of_memory(self, lanes: Sequence[LoopLane]) -> Iterator[None]:
+        """Where what was computed is lost, lanes get the error; those that go on, and all to come, are fewer."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            arrays = [array for array, _ in _by_array(lanes) if array is not None and len(array.lanes) > 1]
+            if arrays:
+                count = max(len(array.lanes) for array in arrays)
+                most = self._shrink(arrays)
+                self.warn_once(
+                    f"{count} lanes do not fit into memory ({first_line(error)}), and what they had computed for this "
+                    f"step is lost. From now on they train in arrays of {most}. Set B to that."
+                )
+                note(error, f"{count} trials trained together. Set B to {most}.")
+            raise
+
+    def _shrink(self, arrays: Sequence[CalledArray]) -> int:
+        """Make arrays half as large, and those of their signatures that are to come."""
+        most = 1
+        for array in arrays:
+            trials = [self._trials[lane] for lane in array.lanes]
+            half = self._most[trials[0].key] = -(-len(trials) // 2)
+            most = max(most, half)
+            for first in range(half, len(trials), half):
+                self._part(trials[first : first + half])
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        self._part([lane.trial for lane in lanes[:half]])
-        for own in (lanes[:half], lanes[half:]):
-            self._call(own[0].trial.array, self._in_order(own[0].trial.array, own))
+        return most
 
     def _each_on_its_own(self, lanes: Sequence[LoopLane]) -> None:
         for lane in lanes:
@@ -292,11 +319,7 @@ class Fusion:
 
     def serve_function(self, lanes: list[LoopLane]) -> None:
         """Lanes call a criterion."""
-        groups: dict[int, list[LoopLane]] = {}
-        for lane in lanes:  # of one array, so that the outputs of its models need not be copied
-            groups.setdefault(id(lane.trial.array), []).append(lane)
-        for own in groups.values():
-            array = own[0].trial.array
+        for array, own in _by_array(lanes):  # so that the outputs of its models need not be copied
             if len(own) == 1 or array is None:
                 self._each_on_its_own(own)
                 continue
@@ -326,12 +349,17 @@ class Fusion:
             self.warn_once(f"audit of a prepared criterion: {differs}; it is called lane by lane from now on.")
             self._each_on_its_own(lanes)
             return
+        except torch.OutOfMemoryError:
+            self._shrink([array for array, _ in _by_array(lanes) if array is not None and len(array.lanes) > 1])
+            self._each_on_its_own(lanes)
+            return
         for lane, value in zip(lanes, values, strict=True):
             self.hub.answer(lane, value)
 
     def serve_backward(self, lanes: list[LoopLane]) -> None:
         """Lanes give their losses to backward()."""
-        rows = newest_first(own for lane in lanes for own in lane.trial.used)
+        graphs = [graph for lane in lanes for graph in lane.trial.live_graphs()]
+        rows = newest_first(graph.rows for graph in graphs)
         claimed: set[int] | None = set() if len(rows) > 1 else None
         for own in rows:
             own.collect(claimed)
@@ -342,7 +370,8 @@ class Fusion:
         roots, weights = _roots([_payload(lane) for lane in lanes])
         self._in_backward = True
         try:
-            torch.autograd.backward(roots, weights, retain_graph=retain)
+            with self._failing_for_want_of_memory(lanes):
+                torch.autograd.backward(roots, weights, retain_graph=retain)
         finally:
             self._in_backward = False
         for own in rows:
@@ -368,10 +397,10 @@ class Fusion:
         arrays = self._arrays(lanes)
         for array, own in arrays:
             payloads = [_payload(lane) for lane in own]
-            array.step(payloads[0][0], [bare for _, bare in payloads])
+            with self._failing_for_want_of_memory(own):
+                array.step(payloads[0][0], [bare for _, bare in payloads])
             for lane in own:
                 trial = lane.trial
-                trial.used = [rows for rows in trial.used if array.uses(rows)]
                 error, trial.lane.error = trial.lane.error, None
                 if error is not None:
                     self.hub.answer_error(lane, error)
@@ -398,11 +427,27 @@ class Fusion:
 
     def _check(self, gradient: Tensor) -> None:
         """Called when a backward pass comes to what lanes were handed out."""
-        if not self._in_backward:
-            raise FusionError(
-                "loss.backward() was called on what a prepared model returned. Call hfta_tune.backward(loss) instead: "
-                "other trials share the graph."
-            )
+        if self._in_backward:
+            return
+        lane = current_lane()
+        if (
+            torch.is_grad_enabled()
+            and lane is not None
+            and not any(graph.rows.are_computed_now() for graph in lane.trial.live_graphs())
+        ):
+            return  # torch.autograd.grad(..., create_graph=True), which leaves the graph as it is
+        raise FusionError(
+            "loss.backward() was called on what a prepared model returned. Call hfta_tune.backward(loss) instead: "
+            "other trials share the graph."
+        )
+
+
+def _by_array(lanes: Sequence[LoopLane]) -> list[tuple[Any, list[LoopLane]]]:
+    """The arrays of lanes, each with those of the lanes that it has."""
+    found: dict[int, tuple[Any, list[LoopLane]]] = {}
+    for lane in lanes:
+        found.setdefault(id(lane.trial.array), (lane.trial.array, []))[1].append(lane)
+    return list(found.values())
 
 
 def _payload(lane: LoopLane) -> Any:

@@ -26,10 +26,14 @@ class Modes:
     Attributes:
         grad: Whether gradients are on.
         autocast: {device: dtype} of those devices on which autocast is on.
+        nesting: How many autocast contexts it is in.
+        caches: Whether autocast keeps what it has cast.
     """
 
     grad: bool
     autocast: dict[str, torch.dtype]
+    nesting: int = 0
+    caches: bool = True
     _normal: Any = None
     _functions: list[Any] | None = None
     _dispatchers: list[Any] | None = None
@@ -58,6 +62,13 @@ class Modes:
         if inference:
             modes._normal = torch.inference_mode(False)
             modes._normal.__enter__()
+        if autocast:
+            # Kept until the last context is left: other lanes step meanwhile, and their casts would be old.
+            modes.nesting, modes.caches = torch.autocast_increment_nesting() - 1, torch.is_autocast_cache_enabled()
+            for _ in range(modes.nesting + 1):
+                torch.autocast_decrement_nesting()
+            torch.clear_autocast_cache()
+            torch.set_autocast_cache_enabled(True)
         for device in autocast:
             torch.set_autocast_enabled(device, False)
         torch.set_grad_enabled(True)
@@ -70,6 +81,10 @@ class Modes:
             torch.set_grad_enabled(False)
         elif not self.grad:
             torch.set_grad_enabled(False)
+        if self.autocast:
+            for _ in range(self.nesting):
+                torch.autocast_increment_nesting()
+            torch.set_autocast_cache_enabled(self.caches)
         for device, dtype in self.autocast.items():
             torch.set_autocast_enabled(device, True)
             torch.set_autocast_dtype(device, dtype)

@@ -25,19 +25,24 @@ class _Lines:
             return int(self._stream.write(text) or 0)
         *lines, rest = (self._unfinished.pop(lane, "") + text).split("\n")
         # Lanes take turns in the middle of a line, too: it is written when it is whole.
-        self._stream.write("".join(f"(trial {lane.name}) {line}\n" for line in lines))
+        self._stream.write("".join(f"(trial {lane.name}) {_last(line)}\n" for line in lines))
         if rest:
-            self._unfinished[lane] = rest
+            self._unfinished[lane] = _last(rest)
         return len(text)
 
     def finish(self) -> None:
         """Write the lines that were not ended."""
         for lane, rest in self._unfinished.items():
-            self._stream.write(f"(trial {lane.name}) {rest}\n")
+            self._stream.write(f"(trial {lane.name}) {_last(rest)}\n")
         self._unfinished.clear()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def _last(line: str) -> str:
+    """What is left to see of a line that was written anew, as progress bars do."""
+    return line[line.rstrip("\r").rfind("\r") + 1 :]
 
 
 @contextlib.contextmanager

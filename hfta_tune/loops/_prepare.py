@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hfta_tune.fusion import FusionError
-from hfta_tune.fusion.comparison import comparable, first_incomparable
-from hfta_tune.fusion.signature import model_signature
 from hfta_tune.loops._classes import make_bare, make_prepared, prepared_class_of
+from hfta_tune.loops._criteria import Criterion, PreparedFunction, is_criterion
 from hfta_tune.loops._hub import LoopLane, current_lane
 from hfta_tune.loops._loader import PreparedLoader
 from hfta_tune.loops._trial import LoopTrial
@@ -24,7 +23,8 @@ from hfta_tune.loops._trial import LoopTrial
 __all__ = ["accumulate", "backward", "clip_grad_norm_", "clip_grad_value_", "prepare", "unprepare"]
 
 _accumulated: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-_scale: dict[LoopLane | None, float] = {}
+# Threads and lanes each have their own.
+_scale: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
 _owners: weakref.WeakKeyDictionary[nn.Module, LoopLane] = weakref.WeakKeyDictionary()
 
 
@@ -79,21 +79,18 @@ def _prepare_in(lane: LoopLane, objects: Iterable[Any]) -> list[Any]:
     trial: LoopTrial = lane.trial
     ready, models, optimizers = [], [], []
     for given in objects:
-        if isinstance(given, nn.Module):
-            function = _function_key(lane, given) if _is_function(given) else None
-            if function is None and _is_function(given):
-                pass  # it cannot be compared with others: it is called as it is
-            elif prepared_class_of(given) is None:
-                _own(lane, given)
-                try:
-                    make_prepared(given, function)
-                except TypeError as error:
-                    fusion.warn_once(f"{type(given).__name__} cannot be prepared, and trains lane by lane: {error}")
-                    trial.obstacle = str(error)
-                if function is None:
-                    models.append(given)
-            elif _owners.get(given) is not lane:
-                _own(lane, given)
+        if isinstance(given, nn.Module) and is_criterion(given):
+            criterion = Criterion(given, fusion.function_key)
+            if criterion.key is not None:  # else it is called as it is
+                make_prepared(given, criterion)
+                fusion.criteria.add(given)
+        elif isinstance(given, nn.Module):
+            _own(lane, given)
+            try:
+                make_prepared(given)
+            except TypeError as error:
+                fusion.warn_once(f"{type(given).__name__} cannot be prepared, and trains lane by lane: {error}")
+            models.append(given)
         elif isinstance(given, Optimizer):
             if "zero_grad" in vars(given) and not trial.has(given):
                 raise FusionError(
@@ -104,9 +101,9 @@ def _prepare_in(lane: LoopLane, objects: Iterable[Any]) -> list[Any]:
         elif isinstance(given, (LRScheduler, PreparedLoader)):
             pass
         elif callable(given) and not hasattr(given, "__iter__"):
-            function = _function_key(lane, given)
-            if function is not None:
-                given = _PreparedFunction(given, function)
+            criterion = Criterion(given, fusion.function_key)
+            if criterion.key is not None:
+                given = PreparedFunction(given, criterion)
         else:
             given = PreparedLoader(given)
         ready.append(given)
@@ -122,52 +119,9 @@ def _own(lane: LoopLane, module: nn.Module) -> None:
     if owner is not None and owner is not lane and owner.ended is None:
         raise FusionError(
             f"trial {lane.name}: trial {owner.name} has prepared the same {type(module).__name__}; build the model "
-            "inside the function that is trained."
+            "inside the function that is trained, or leave out of prepare() what is not trained."
         )
     _owners[module] = lane
-
-
-def _is_function(module: nn.Module) -> bool:
-    """Whether a module is called for what it computes only: a criterion."""
-    trains = any(parameter.requires_grad for parameter in module.parameters())
-    return not trains and (isinstance(module, _Loss) or not (*module.parameters(), *module.buffers()))
-
-
-def _function_key(lane: LoopLane, function: Any) -> int | None:
-    """A number that equal functions share; None if it cannot be known whether they are equal."""
-    key: Any
-    if isinstance(function, nn.Module):
-        signature = model_signature(function)
-        contents = tuple(comparable(buffer.tolist()) for buffer in function.buffers())
-        key = None if signature.obstacle is not None else (signature.key, contents, function.training)
-    else:
-        key = comparable(function)
-        key = key if first_incomparable(key) is None or _is_global(function) else None
-    return None if key is None else lane.hub.fusion.function_key(key)
-
-
-def _is_global(function: Any) -> bool:
-    """Whether a function is of a module, and so the same in all trials."""
-    return getattr(function, "__closure__", None) is None and "<locals>" not in getattr(function, "__qualname__", "<")
-
-
-class _PreparedFunction:
-    """A criterion that is no module."""
-
-    def __init__(self, function: Callable[..., Any], key: int) -> None:
-        self._function = function
-        self._key = key
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        lane = current_lane()
-        if lane is None or lane.trial is None:
-            return self._function(*args, **kwargs)
-        return lane.trial.call_function(self._key, self._function, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_function":
-            raise AttributeError(name)
-        return getattr(self._function, name)
 
 
 def unprepare(model: nn.Module) -> nn.Module:
@@ -188,7 +142,7 @@ def backward(loss: Tensor, *, retain_graph: bool | None = None) -> None:
     Within `accumulate`, of the loss divided by its steps.
     """
     lane = current_lane()
-    scale = _scale.get(lane, 1.0)
+    scale = _scale.get()
     if lane is None or lane.trial is None:
         (loss if scale == 1 else loss * scale).backward(retain_graph=retain_graph)
         return
@@ -213,15 +167,12 @@ def accumulate(model: nn.Module, steps: int) -> Iterator[bool]:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a positive integer but got {steps!r}. It is over how many batches to average.")
     count = _accumulated[model] = _accumulated.get(model, 0) + 1
-    lane = current_lane()
-    before = _scale.get(lane, 1.0)
-    _scale[lane] = before / steps
+    before = _scale.get()
+    _scale.set(before / steps)
     try:
         yield count % steps == 0
     finally:
-        _scale[lane] = before
-        if before == 1:
-            del _scale[lane]
+        _scale.set(before)
 
 
 def clip_grad_norm_(

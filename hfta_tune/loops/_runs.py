@@ -7,11 +7,22 @@ from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 from typing import Any
 
+from hfta_tune.loops._errors import note
 from hfta_tune.loops._fusion import Fusion
 from hfta_tune.loops._hub import Ended, Hub, LoopLane
 from hfta_tune.loops._output import lines_name_trials
 
 __all__ = ["LaneRuns"]
+
+_REMEDIES = {
+    "is a view and is being modified inplace": (
+        "what a prepared model returns cannot be changed in place: y = y / t, not y /= t"
+    ),
+    "appears to not have been used in the graph": (
+        "torch.autograd.grad does not reach the parameters of a prepared model: leave out of prepare() the model "
+        "whose gradients it returns, and its optimizer"
+    ),
+}
 
 
 class LaneRuns:
@@ -42,6 +53,7 @@ class LaneRuns:
         try:
             self._hub.close()
         finally:
+            self.fusion.close()
             self._output.close()
 
     def __len__(self) -> int:
@@ -74,12 +86,14 @@ class LaneRuns:
         for lane in self._hub.run():
             if lane.ended is not None:
                 self._say_how_it_ended(lane)
+                if lane.ended.error is not None:
+                    note(lane.ended.error, f"raised by trial {lane.name}")
                 yield lane.name, lane.ended, None if lane.trial is None else lane.trial.place
 
     def _say_how_it_ended(self, lane: LoopLane) -> None:
         assert lane.ended is not None
         if lane.ended.error is not None:
-            _explain(lane)
+            _explain(lane.ended.error)
         elif lane.trial is None:
             self.fusion.warn_once(
                 "The function never called hfta_tune.prepare, so its trials ran one by one: make models, "
@@ -87,11 +101,8 @@ class LaneRuns:
             )
 
 
-def _explain(lane: LoopLane) -> None:
-    """Say in an error's notes whose it is, and what to do about those that come of training together."""
-    assert lane.ended is not None and lane.ended.error is not None
-    error = lane.ended.error
-    add_note = getattr(error, "add_note", lambda note: None)  # from Python 3.11 on
-    add_note(f"raised by trial {lane.name}")
-    if "is a view and is being modified inplace" in str(error):
-        add_note("what a prepared model returns cannot be changed in place: y = y / t, not y /= t")
+def _explain(error: BaseException) -> None:
+    """Note in an error what to do about it, if it comes of training together."""
+    for said, remedy in _REMEDIES.items():
+        if said in str(error):
+            note(error, remedy)

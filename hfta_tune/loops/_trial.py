@@ -16,12 +16,15 @@ from torch.utils import _pytree as pytree
 from hfta_tune.fusion import FusionError, Lane, Options, form_of_optimizer, obstacle_of_optimizers, optimizer_split
 from hfta_tune.fusion.calls import Call, CalledArray
 from hfta_tune.fusion.comparison import comparable, first_incomparable
-from hfta_tune.fusion.gradient_rows import GradientRows
+from hfta_tune.fusion.gradient_rows import Graph
+from hfta_tune.fusion.optimizers import OptimizerViews
 from hfta_tune.fusion.signature import model_signature
-from hfta_tune.loops._classes import as_bare
+from hfta_tune.loops._classes import as_bare, make_bare
 from hfta_tune.loops._hub import LoopLane, Request
+from hfta_tune.loops._watched import Watched, obstacle_of_hooks
 
 if TYPE_CHECKING:
+    from hfta_tune.loops._criteria import Criterion
     from hfta_tune.loops._fusion import Fusion
 
 __all__ = ["ON_ITS_OWN", "LoopTrial", "form_of_call"]
@@ -32,6 +35,8 @@ _MODEL, _FUNCTION, _BACKWARD, _CLIP, _STEP = range(5)
 ON_ITS_OWN: Any = object()
 """The answer to a lane that is to do what it asked for by itself."""
 
+_MOST_CHANGES = 8
+_data_ptr = Tensor.data_ptr
 _OPTIONS = {False: Options("32"), True: Options("bf16")}
 
 
@@ -46,7 +51,6 @@ class LoopTrial:
         obstacle: Why the trial cannot be fused, or None.
         array: The array, once it has one.
         alone: Whether the lane calls its own models by itself.
-        used: The gradients that a backward pass of this lane may reach.
         place: In which array it was when its function ended, and its signature.
     """
 
@@ -56,7 +60,7 @@ class LoopTrial:
         self.obstacle: str | None = None
         self.array: CalledArray | None = None
         self.alone = False
-        self.used: list[GradientRows] = []
+        self._graphs: list[weakref.ref[Graph]] = []
         self.key = -1
         self.place: dict[str, Any] | None = None
         self.settled_until = 0
@@ -65,27 +69,52 @@ class LoopTrial:
         self.device = torch.device("cpu")
         self._device_type = "cpu"
         self._fusion = fusion
-        self._models: list[tuple[weakref.ref[nn.Module], nn.Module]] = []
+        self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
+        self._positions: dict[int, str] = {}
+        self._on_views: set[str] = set()
         self._slots: dict[int, str] = {}
         self._modules: list[nn.Module] = []
         self._parameters: list[nn.Parameter] = []
         self._names: dict[int, str] = {}
         self._trained_by: dict[str, tuple[int, list[nn.Parameter], frozenset[str]]] = {}
-        self._seen: Any = None
-        self._seen_hooks = 0
+        self._trainable: list[bool] = []
+        self._watched: Watched | None = None
+        self._changes = 0
+        self._restless: str | None = None
+        self._tensors: list[Tensor] = []
+        self._stack: Any = None
+        self._places: list[int] | None = None
 
     # What belongs to it
 
     def add(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
         """Take in further models and optimizers; what nobody holds any more goes."""
-        known = {id(model) for model in self._slots_of_models()}
-        self._models += [(weakref.ref(model), model) for model in models if id(model) not in known]
+        self._forget_the_dead()
+        known = set(map(id, self._models))
+        self._models += [model for model in models if id(model) not in known]
         for optimizer in optimizers:
             if not self.has(optimizer):
                 self._optimizers.append(optimizer)
                 self._patch(optimizer)
         self.sign()
+
+    def _forget_the_dead(self) -> None:
+        """Let go of models that only this object holds, and of the optimizers that trained nothing else."""
+        if not self._models:
+            return
+        self._fusion.take_out(self)
+        held = [weakref.ref(model) for model in self._models]
+        self._models, self._modules, self._watched, self.lane.model = [], [], None, nn.ModuleDict()
+        self._models = [model for own in held if (model := own()) is not None]
+        if len(self._models) == len(held):
+            return
+        left = {id(parameter) for model in self._models for parameter in model.parameters()}
+        for optimizer in list(self._optimizers):
+            trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if trained <= set(self._names) and not trained & left:
+                self._optimizers.remove(optimizer)
+                _unpatch(optimizer)
 
     def has(self, optimizer: Optimizer) -> bool:
         """Whether it has prepared this optimizer."""
@@ -96,20 +125,20 @@ class LoopTrial:
         """Whether it has models and optimizers, so that what stands in the way is no matter of order."""
         return bool(self._models and self._optimizers)
 
-    def _slots_of_models(self) -> list[nn.Module]:
-        return [model for _, model in self._models]
-
     def sign(self) -> None:
         """Read the signature of what is trained; the lane leaves its array."""
         self._fusion.take_out(self)
-        models = self._slots_of_models()
+        models = self._models
         container = nn.ModuleDict({str(number): model for number, model in enumerate(models)})
         self._slots = {id(model): str(number) for number, model in enumerate(models)}
         optimizers = {str(number): optimizer for number, optimizer in enumerate(self._optimizers)}
-        self.lane = Lane(self.name, container, optimizers)
+        self._positions = {id(optimizer): position for position, optimizer in optimizers.items()}
+        self.lane.model, self.lane.optimizers = container, optimizers
         with as_bare(models):
             signature = model_signature(container)
-        self.obstacle = signature.obstacle or obstacle_of_optimizers(optimizers)
+        self.obstacle = (
+            self._restless or signature.obstacle or obstacle_of_hooks(container) or obstacle_of_optimizers(optimizers)
+        )
         self._names = {id(parameter): name for name, parameter in container.named_parameters()}
         split: Any = ()
         try:
@@ -123,10 +152,14 @@ class LoopTrial:
             self.obstacle = self.obstacle or f"its models are on several devices ({', '.join(map(str, devices))})"
         self.device = next(iter(devices), torch.device("cpu"))
         self._device_type = self.device.type
-        forms = tuple(form_of_optimizer(optimizer) for optimizer in self._optimizers)
+        forms: tuple[Any, ...] = tuple(form_of_optimizer(optimizer) for optimizer in self._optimizers)
+        self._on_views = {str(number) for number, form in enumerate(forms) if OptimizerViews in form}
         self._modules = list(container.modules())
         self._parameters = list(container.parameters())
-        self._seen = None
+        self._tensors = [*self._parameters, *container.buffers()]
+        self._trainable = [parameter.requires_grad for parameter in self._parameters]
+        self._watched = Watched(container)
+        self._stack, self._places = None, None
         self._trained_by = {}
         self.key = self._fusion.key_of((signature.key, split, forms, self.device))
         if not models:
@@ -139,9 +172,10 @@ class LoopTrial:
             self.place = {"array": self.array.number, "signature": f"{self.key:016x}"}
         self._fusion.take_out(self)
         for optimizer in self._optimizers:
-            for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
-                vars(optimizer).pop(name, None)
-        self._fusion.forget(self)
+            _unpatch(optimizer)
+        for model in self._models:
+            make_bare(model)
+        self._graphs.clear()
 
     def own_storage(self) -> None:
         """Give the lane's tensors storage of their own until it is called again."""
@@ -152,21 +186,78 @@ class LoopTrial:
         self._fusion.interrupted()
 
     def check(self) -> None:
-        """See whether the lane's code has changed its models in a way that cannot be followed.
+        """An epoch begins: see whether the lane's code has changed its models.
 
         Raises:
             FusionError: if parameters were replaced.
         """
-        hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in self._modules)
-        if self._seen is not None and hooks != self._seen_hooks:
-            self.sign()
-        if self.array is not None and not self.array.holds(self.lane):  # p.data = ..., or load_state_dict(assign=True)
-            self.sign()
-        if len(self._parameters) != len(set(map(id, self.lane.model.parameters())) & set(map(id, self._parameters))):
+        self._changes = 0
+        if not self.alone:
+            self._follow()
+            self._see_hooks()
+        self._follow_tensors()
+
+    def _follow(self) -> None:
+        """Follow what the lane's code has changed of its models.
+
+        Raises:
+            FusionError: if parameters were replaced.
+        """
+        watched = self._watched
+        if (watched is None or not watched.have_changed()) and self._trainable == [
+            parameter.requires_grad for parameter in self._parameters
+        ]:
+            return
+        present = set(map(id, self.lane.model.parameters()))
+        if not all(id(parameter) in present for parameter in self._parameters):
             raise FusionError(
                 f"{self.name}: a parameter of a prepared model was replaced. Change models before prepare(), "
                 "or make the new model ready with prepare() and an optimizer of its own."
             )
+        self._changes += 1
+        if self._changes > _MOST_CHANGES:
+            attribute = None if watched is None else watched.changed_attribute()
+            self._restless = (
+                "requires_grad or modules are changed from batch to batch"
+                if attribute is None
+                else f"the attribute {attribute!r} changes from batch to batch; pass it to the call, as a tensor"
+            )
+        before = self.obstacle
+        self.sign()
+        if self.obstacle is not None and before is None:
+            self._fusion.warn_once(f"train one by one: {self.obstacle}.", self.name)
+
+    def _see_hooks(self) -> None:
+        """See whether the lane's code has hooked parameters: before their first epoch, and at each one's beginning."""
+        for parameter in self._parameters:
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                self.sign()
+                break
+
+    def _follow_tensors(self) -> None:
+        """See whether the lane's code has put others in the place of its tensors: `p.data = ...`."""
+        if self.array is None:
+            return
+        if self.array.present is not self._stack:
+            self._stack, self._places = self.array.present, self.array.places(self.lane)
+        if self._places is not None:
+            places = list(map(_data_ptr, self._tensors))
+            if places[: len(self._places)] != self._places:
+                self.sign()
+
+    def live_graphs(self) -> list[Graph]:
+        """What a backward pass of this lane may reach."""
+        if not self._graphs:
+            return []
+        live = [(own, graph) for own in self._graphs if (graph := own()) is not None]
+        self._graphs = [own for own, _ in live]
+        return [graph for _, graph in live]
+
+    def has_called(self, graph: Graph | None) -> None:
+        """Note what a backward pass of this lane may reach."""
+        own = None if graph is None else weakref.ref(graph)
+        if own is not None and own not in self._graphs:
+            self._graphs.append(own)
 
     # What its code asks for
 
@@ -178,19 +269,24 @@ class LoopTrial:
         options = self._options()
         if slot is None or options is None:
             return bare(*args, **kwargs)
-        modes = self._modes()
+        self._follow()
+        if self.array is None:
+            self._see_hooks()
         if self.alone:  # what has changed cannot be fused
             return bare(*args, **kwargs)
+        self._follow_tensors()
+        modes = tuple([module.training for module in self._modules])
         call, form = form_of_call(args, kwargs)
         grad = torch.is_grad_enabled()
         kind = (slot, form, modes, grad, options)
         answer = self.loop.wait(Request(self._fusion.serve_call, (self.key, *kind), _MODEL, (call, kind)))
         return bare(*args, **kwargs) if answer is ON_ITS_OWN else answer
 
-    def call_function(self, key: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_function(self, criterion: Criterion, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A prepared criterion is called."""
         options = self._options()
-        if self.alone or options is None:
+        key = None if self.alone else criterion.key
+        if key is None or options is None:
             return function(*args, **kwargs)
         call, form = form_of_call(args, kwargs)
         kind = (key, form, torch.is_grad_enabled(), options)
@@ -200,7 +296,7 @@ class LoopTrial:
 
     def backward(self, loss: Tensor, scale: float, retain_graph: bool | None) -> None:
         """A loss is to be differentiated."""
-        if self.alone and not self.used:
+        if self.alone and not self.live_graphs():
             (loss * scale if scale != 1 else loss).backward(retain_graph=retain_graph)
             return
         if not loss.requires_grad or loss.numel() != 1:
@@ -220,14 +316,14 @@ class LoopTrial:
     def _patch(self, optimizer: Optimizer) -> None:
         """Let the optimizer's step be carried out for all lanes at once. It stays the user's own object."""
         step, load = optimizer.step, optimizer.load_state_dict
-        trial, position = self, str(len(self._optimizers) - 1)
+        trial = self
 
         def fused_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return trial._step(position, step, closure)
+            return trial._step(trial._positions[id(optimizer)], step, closure)
 
         def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
-            if not set_to_none:
-                type(optimizer).zero_grad(optimizer, set_to_none=False)
+            if not set_to_none or type(optimizer).zero_grad is not Optimizer.zero_grad:
+                type(optimizer).zero_grad(optimizer, set_to_none=set_to_none)
                 return
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -252,10 +348,15 @@ class LoopTrial:
     def _step(self, position: str, bare: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         if self.loop.greenlet is not getcurrent() or self.obstacle is not None:
             return bare() if closure is None else bare(closure)
+        if closure is not None and position in self._on_views:  # it may evaluate the loss as often as it likes
+            value = bare(closure)
+            self._has_stepped(position)
+            return value
         value = None
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
+        self._follow_tensors()
         trained, names = self._trained(position)
         for parameter in trained:
             if parameter.grad is None:
@@ -263,10 +364,13 @@ class LoopTrial:
                 break
         request = Request(self._fusion.serve_step, (self.key, position, names), _STEP, (position, bare))
         self.loop.wait(request)
+        self._has_stepped(position)
+        return value
+
+    def _has_stepped(self, position: str) -> None:
         self.lane.optimizers[position]._opt_called = True  # type: ignore[attr-defined]
         if not self.loop.in_epoch:
             self.loop.next_batch()
-        return value
 
     def _trained(self, position: str) -> tuple[list[nn.Parameter], frozenset[str]]:
         """The parameters that an optimizer trains, and their names."""
@@ -282,22 +386,16 @@ class LoopTrial:
 
     # How it asks
 
-    def _modes(self) -> tuple[bool, ...]:
-        """Which of its modules train; and whether anything else of its models has changed."""
-        modes = tuple([module.training for module in self._modules])
-        seen = [parameter.requires_grad for parameter in self._parameters]
-        if seen != self._seen or not self.loop.in_epoch:
-            seen_hooks = sum([len(m._forward_hooks) + len(m._forward_pre_hooks) for m in self._modules])
-            if self._seen is not None and (seen != self._seen or seen_hooks != self._seen_hooks):
-                self.sign()
-            self._seen, self._seen_hooks = seen, seen_hooks
-        return modes
-
     def _options(self) -> Options | None:
         """How its calls run, or None if arrays cannot run them so."""
         if not torch.is_autocast_enabled(self._device_type):
             return _OPTIONS[False]
         return _OPTIONS[True] if torch.get_autocast_dtype(self._device_type) == torch.bfloat16 else None
+
+
+def _unpatch(optimizer: Optimizer) -> None:
+    for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
+        vars(optimizer).pop(name, None)
 
 
 def form_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
