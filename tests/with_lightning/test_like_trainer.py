@@ -92,3 +92,19 @@ def test_an_optuna_study() -> None:
     hfta_tune.optimize(study, made, space, n_trials=4, epochs=2, metric="val_acc", B=4)
     expected, _ = by_lightning(Classifier, study.trials[0].params, Data(), 2)
     assert study.trials[0].value == pytest.approx(expected[-1]["val_acc"])
+
+
+@pytest.mark.slow
+def test_compiled(always_compiles: None, compiled_steps: list[int]) -> None:
+    made = hfta_tune.lightning.trainable(Classifier, Data(), gradient_clip_val=0.3)
+    worker = Worker(3, device="cpu")
+    for number, config in enumerate(CONFIGS):
+        worker.add(str(number), made._outside_tune(config), config)
+    rounds = [worker.run_round(rounds_left=1e9) for _ in range(6)]
+    assert compiled_steps
+    for number, config in enumerate(CONFIGS):
+        expected, _ = by_lightning(Classifier, config, Data(), 6, gradient_clip_val=0.3)
+        for results, metrics in zip(rounds, expected, strict=True):
+            own = results[str(number)]
+            assert isinstance(own, dict)
+            assert {name: own[name] for name in metrics} == pytest.approx(metrics, rel=1e-4, abs=1e-6)
