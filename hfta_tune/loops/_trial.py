@@ -222,17 +222,21 @@ class LoopTrial:
                 if attribute is None
                 else f"the attribute {attribute!r} changes from batch to batch; pass it to the call, as a tensor"
             )
+        self._sign_again()
+
+    def _sign_again(self) -> None:
         before = self.obstacle
         self.sign()
         if self.obstacle is not None and before is None:
             self._fusion.warn_once(f"train one by one: {self.obstacle}.", self.name)
 
     def _see_hooks(self) -> None:
-        """See whether the lane's code has hooked parameters: before their first epoch, and at each one's beginning."""
-        for parameter in self._parameters:
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                self.sign()
-                break
+        """See whether the lane's code has hooked the backward pass: at each epoch, and before the first call."""
+        hooks = any(module._backward_hooks or module._backward_pre_hooks for module in self._modules) or any(
+            parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in self._parameters
+        )
+        if hooks:
+            self._sign_again()
 
     def _follow_tensors(self) -> None:
         """See whether the lane's code has put others in the place of its tensors: `p.data = ...`."""

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 __all__ = ["Watched", "obstacle_of_hooks"]
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_RENEWED = {"_flat_weights", "_flat_weight_refs", "training"}  # by recurrent layers themselves; by train() and eval()
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_ALWAYS = frozenset(vars(nn.Module()))
+_RENEWED = ("_flat_weights", "_flat_weight_refs")  # by recurrent layers themselves
 _HARMLESS = (type(None), bool, int, float, complex, str, bytes, Tensor, nn.Module, types.ModuleType, type)
 
 
@@ -35,10 +36,12 @@ class Watched:
             self._dicts.append(own)
             for name, value in own.items():
                 if name in _MEMBERS or name in _HOOKS:
-                    self._dicts.append(value)
+                    # What is added is seen by its number, where it takes part in calls.
+                    if name in _HOOKS or (name == "_modules" and value):
+                        self._dicts.append(value)
                     for key, member in value.items():
                         _note(self._members, value, key, member)
-                elif name not in _RENEWED and not (isinstance(value, dict) and name in vars(_ANY)):
+                elif name not in _ALWAYS and name not in _RENEWED:
                     _note(self._attributes, own, name, value)
                     self._paths.append(f"{path}.{name}" if path else name)
         self._lengths = list(map(len, self._dicts))
@@ -60,9 +63,6 @@ class Watched:
             if owner.get(name) is not value:
                 return path
         return None
-
-
-_ANY = nn.Module()
 
 
 def _note(table: tuple[list[Any], list[Any], list[Any]], owner: Any, name: Any, value: Any) -> None:

@@ -36,7 +36,7 @@ def run_objective(session: StudySession, objective: Objective, B: int, direction
                 except Exception as error:
                     session.keep(error)
                     break
-                runs.start(str(running.trial.number), functools.partial(objective, running.trial))
+                runs.start(str(running.trial.number), functools.partial(_call, session, objective, running.trial))
             if not len(runs):
                 return
             for name, ended, place in runs.wait():
@@ -46,6 +46,11 @@ def run_objective(session: StudySession, objective: Objective, B: int, direction
                 if place is not None:
                     session.note(running, {"worker": host, "lane": running.lane, **place})
                 session.finish(running, ended.error or _values(running, ended.value, directions))
+
+
+def _call(session: StudySession, objective: Objective, trial: optuna.Trial) -> float | Sequence[float]:
+    session.allow_stop()
+    return objective(trial)
 
 
 def _values(running: RunningTrial, value: Any, directions: int) -> Sequence[float]:

@@ -153,6 +153,10 @@ class StudySession:
         self.observer.trial_joined(str(trial.number), 0, lane)
         return running
 
+    def allow_stop(self) -> None:
+        """Let `study.stop()` work in the thread that calls this: one that runs objectives."""
+        self._study._thread_local.in_optimize_loop = True
+
     def note(self, running: RunningTrial, place: dict[str, Any]) -> None:
         """Write where a trial trains into its system attributes, if that has changed."""
         if place != running.place:
