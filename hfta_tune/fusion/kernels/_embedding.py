@@ -45,6 +45,6 @@ def embedding(
     sparse: bool = False,
 ) -> Any:
     """torch.nn.functional.embedding of indices that lanes share; [...] -> [..., features] a lane."""
-    if max_norm is not None or not is_batched(weight) or is_batched(input):
+    if max_norm is not None or sparse or not is_batched(weight) or is_batched(input):
         return NotImplemented
     return _look_up(input, weight, padding_idx, scale_grad_by_freq)
