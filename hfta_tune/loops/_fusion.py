@@ -275,13 +275,15 @@ class Fusion:
         if len(array.lanes) == 1:
             raise error
         count = len(array.lanes)
-        most = self._shrink([array])
+        self._say_what_fits(count, self._shrink([array]), error)
+        for part, own in _by_array(lanes):
+            self._call(part, self._in_order(part, own) if len(own) == len(part.lanes) else own)
+
+    def _say_what_fits(self, count: int, most: int, error: torch.OutOfMemoryError) -> None:
         self.warn_once(
             f"{count} lanes do not fit into memory ({first_line(error)}). They train on in arrays of {most}. "
             "Set B to that."
         )
-        for part, own in _by_array(lanes):
-            self._call(part, self._in_order(part, own) if len(own) == len(part.lanes) else own)
 
     @contextlib.contextmanager
     def _failing_for_want_of_memory(self, lanes: Sequence[LoopLane]) -> Iterator[None]:
@@ -349,8 +351,9 @@ class Fusion:
             self.warn_once(f"audit of a prepared criterion: {differs}; it is called lane by lane from now on.")
             self._each_on_its_own(lanes)
             return
-        except torch.OutOfMemoryError:
-            self._shrink([array for array, _ in _by_array(lanes) if array is not None and len(array.lanes) > 1])
+        except torch.OutOfMemoryError as error:
+            most = self._shrink([array for array, _ in _by_array(lanes)])
+            self._say_what_fits(len(lanes), most, error)
             self._each_on_its_own(lanes)
             return
         for lane, value in zip(lanes, values, strict=True):
