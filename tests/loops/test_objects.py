@@ -72,8 +72,13 @@ def test_state_dicts_checkpoints_and_pickles() -> None:
             alone = mlp()
         alone.load_state_dict(net.state_dict())
         assert buffer.tell() < 12_000  # of one model, not of three
-        pickled = pickle.loads(pickle.dumps(net))
-        assert type(pickled) is nn.Sequential
+        parameters = [*net.parameters()]
+        assert all(own is net.state_dict(keep_vars=True)[name] for name, own in net.named_parameters())
+        whole = pickle.dumps((net, opt))
+        assert len(whole) < 12_000
+        pickled, its = pickle.loads(whole)
+        assert type(pickled) is nn.Sequential and its.param_groups[0]["params"][0] is pickled[0].weight
+        assert all(one is other for one, other in zip(net.parameters(), parameters, strict=True))
         for x, y in batches:
             step(net, opt, criterion, x, y)
         spoilt = weights(net)
@@ -99,7 +104,7 @@ def test_hooks_and_submodules() -> None:
         late = None
         for number, (x, y) in enumerate(batches):
             if number == 1:
-                late = net[2].register_forward_hook(lambda module, args, out: out + 1)
+                late = net[2].register_forward_hook(lambda module, args, out: out * 3)
             if number == 2:
                 assert late is not None
                 late.remove()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import subprocess
 import sys
@@ -10,10 +12,13 @@ from typing import Any
 
 import pytest
 from loops.lanes_of_loops import in_lanes
+from torch import nn
 
+import hfta_tune
+from hfta_tune.loops import LoopHost
 from hfta_tune.loops._hub import Hub
 
-SCRIPT = """
+SCRIPT = r"""
 import sys, warnings
 import torch
 import hfta_tune
@@ -24,8 +29,11 @@ def own(name):
     print("begins", end=" ")
     net(torch.ones(2, 8))  # the other's turn, in the middle of the line
     print(name)
-    print("two\\nlines", file=sys.stderr)
+    print("two\nlines", file=sys.stderr)
     warnings.warn(f"{name} warns")
+    for share in range(3):
+        print(f"\r{share} of 2", end="", file=sys.stderr)  # a progress bar
+    print(file=sys.stderr)
     print("no end", end="")
 
 with LaneRuns() as runs:
@@ -45,6 +53,7 @@ def test_lines_name_trials() -> None:
     ]
     for name in "ab":
         assert f"(trial {name}) two\n(trial {name}) lines\n" in done.stderr
+        assert done.stderr.count(f"(trial {name}) 2 of 2\n") == 1 and "1 of 2" not in done.stderr
         assert any(line.startswith(f"(trial {name})") and f"{name} warns" in line for line in done.stderr.splitlines())
 
 
@@ -55,6 +64,19 @@ def test_errors_say_which_trial() -> None:
     ended = in_lanes({"seven": own})
     assert ended["seven"].error is not None
     assert ended["seven"].error.__notes__ == ["raised by trial seven"]
+
+
+def test_errors_of_hosted_loops_do_not() -> None:
+    """Whoever hosts them says so itself."""
+
+    def own() -> None:
+        hfta_tune.prepare(nn.Linear(2, 1))
+        raise ValueError("no")
+
+    host = LoopHost(itertools.count(), strategy="auto", audit=False)
+    host.add("seven", own, contextlib.nullcontext)
+    [error] = host.run(["seven"]).values()
+    assert isinstance(error, ValueError) and not hasattr(error, "__notes__")
 
 
 def test_a_lane_that_holds_up_the_others_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -137,8 +139,50 @@ def test_callbacks_stop_and_timeout() -> None:
         time.sleep(0.1)
         return objective(trial)
 
-    hfta_tune.optimize(other, slow, timeout=0.3, B=2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "GridSampler repeats points")
+        hfta_tune.optimize(other, slow, timeout=0.3, B=2)
     assert 2 <= len(other.trials) < 12 and {trial.state for trial in other.trials} == {TrialState.COMPLETE}
+
+
+def test_stop_in_an_objective() -> None:
+    def stops(trial: optuna.Trial) -> float:
+        value = objective(trial)
+        if trial.number == 3:
+            trial.study.stop()
+        return value
+
+    study, _ = studies()
+    hfta_tune.optimize(study, stops, n_trials=12, B=2)
+    assert 4 <= len(study.trials) <= 6 and {trial.state for trial in study.trials} == {TrialState.COMPLETE}
+    with pytest.raises(RuntimeError, match="inside an objective function or a callback"):
+        study.stop()
+
+
+@pytest.mark.parametrize("storage", ["sqlite", "journal"])
+def test_storages(storage: str, tmp_path: Path) -> None:
+    made: Any = f"sqlite:///{tmp_path}/study.db"
+    if storage == "journal":
+        file = optuna.storages.journal.JournalFileBackend(f"{tmp_path}/study.log")
+        made = optuna.storages.JournalStorage(file)
+    study = optuna.create_study(storage=made, study_name="s", sampler=optuna.samplers.GridSampler(GRID, seed=0))
+    hfta_tune.optimize(study, objective, n_trials=4, B=2)
+    again = optuna.load_study(storage=made, study_name="s")
+    assert [trial.state for trial in again.trials] == [TrialState.COMPLETE] * 4
+    assert all(len(t.intermediate_values) == 4 and "hfta_tune" in t.system_attrs for t in again.trials)
+
+
+VALUES = [None, "x", [1.0], (1.0, 2.0), torch.tensor(1.5), float("inf"), float("nan"), True, torch.ones(2)]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_what_objectives_return(value: Any) -> None:
+    fused, plain = optuna.create_study(), optuna.create_study()
+    for optimize in (functools.partial(hfta_tune.optimize, fused, B=1), plain.optimize):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimize(lambda trial: value, n_trials=1)
+    assert (fused.trials[0].state, fused.trials[0].values) == (plain.trials[0].state, plain.trials[0].values)
 
 
 def test_ctrl_c_leaves_no_trial_running() -> None:
