@@ -11,6 +11,10 @@ from torch import Tensor
 __all__ = ["Part", "hand_out", "part_of", "shared", "stacked"]
 
 
+# Of a tensor's storage. data_ptr() is for writing: it would end what tensors share until they are written to.
+_address: Callable[[Tensor], int] = getattr(torch._C, "_data_address", Tensor.data_ptr)
+
+
 class Part(NamedTuple):
     """That a tensor is row `row` of `whole`, [lanes, ...], whose rows are those of `lanes`."""
 
@@ -50,12 +54,14 @@ def shared(tensors: Sequence[Tensor]) -> bool:
     first = tensors[0]
     if all(tensor is first for tensor in tensors):
         return True
+    address = _address(first)
     return not first.requires_grad and all(
         not tensor.requires_grad
         and tensor.dtype == first.dtype
-        and tensor.data_ptr() == first.data_ptr()
+        and _address(tensor) == address
         and tensor.shape == first.shape
         and tensor.stride() == first.stride()
+        and tensor.storage_offset() == first.storage_offset()
         for tensor in tensors
     )
 

@@ -131,47 +131,38 @@ class Epoch:
 
 
 class _SharedBatch:
-    """A batch that several lanes take: the same tensors, unless a lane's code changes them in place."""
+    """A batch that several lanes take: each has tensors of its own, whose memory is shared until it is written to."""
 
     def __init__(self, batch: Any) -> None:
-        self._batch = batch
-        self._leaves, self._structure = pytree.tree_flatten(batch)
-        self._pristine = list(map(_copy, self._leaves))
-        self._tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self._versions = list(map(_version, self._tensors))
-        self._has_others = any(not isinstance(leaf, (Tensor, *_CONSTANTS)) for leaf in self._leaves)
-        # A tuple whose members cannot be exchanged either.
-        self._is_fixed = type(batch) is tuple and len(batch) == len(self._leaves) and not self._has_others
-        self._taken = False
+        leaves, self._structure = pytree.tree_flatten(batch)
+        self._leaves = [_base(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
+    @torch.no_grad()
     def take(self) -> Any:
         """The batch, for one more lane."""
-        leaves = self._leaves
-        if not self._taken:
-            self._taken = True
-            return self._batch
-        if (
-            any(tensor.requires_grad for tensor in self._tensors)
-            or list(map(_version, self._tensors)) != self._versions
-        ):
-            leaves = list(map(_copy, self._pristine))
-        elif self._is_fixed:
-            return self._batch
-        elif self._has_others:
-            pairs = zip(leaves, self._pristine, strict=True)
-            leaves = [leaf if isinstance(leaf, Tensor) else _copy(pristine) for leaf, pristine in pairs]
-        return pytree.tree_unflatten(leaves, self._structure)
+        return pytree.tree_unflatten([_own(leaf) for leaf in self._leaves], self._structure)
 
 
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+def _base(tensor: Tensor) -> Tensor:
+    """What lanes' tensors can share the memory of, until one of them is written to, which copies all that is stored."""
+    alone = tensor.detach()
+    try:
+        if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize:
+            return torch._lazy_clone(alone).requires_grad_(tensor.requires_grad)
+    except RuntimeError:
+        pass  # memory of NumPy's, of another process; sparse
+    return alone.clone().requires_grad_(tensor.requires_grad)
 
 
-def _copy(leaf: Any) -> Any:
+def _own(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        try:
+            own = torch._lazy_clone(leaf)
+        except RuntimeError:
+            own = leaf.clone()
+        return own.requires_grad_() if leaf.requires_grad else own
     if isinstance(leaf, _CONSTANTS):
         return leaf
-    if isinstance(leaf, Tensor):
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     try:
         return copy.deepcopy(leaf)
     except Exception:

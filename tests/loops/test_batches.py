@@ -94,11 +94,15 @@ def test_a_batch_that_a_lane_changes_is_changed_for_it_alone(change: Any, collat
     check(own)
 
 
-def test_gradients_of_a_batch() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_gradients_of_a_batch(late: bool) -> None:
     def own(lr: float) -> Any:
         net, opt, batches, criterion = setting(lr, loader())
         norms = []
         for x, y in batches:
+            if late:
+                with torch.no_grad():
+                    net(x)  # all lanes have the batch when the first of them asks for gradients of it
             x.requires_grad_()
             hfta_tune.backward(criterion(net(x), y))
             norms.append(x.grad.norm().item())
@@ -109,15 +113,42 @@ def test_gradients_of_a_batch() -> None:
 
 
 def test_gradients_of_one_tensor_for_all_are_refused() -> None:
+    everything = torch.ones(2, 8, requires_grad=True)
+
     def own(lr: float) -> None:
-        net, _, batches, criterion = setting(lr, loader())
-        for x, y in batches:
-            with torch.no_grad():
-                net(x)  # all lanes have the batch when the first of them asks for gradients of it
-            hfta_tune.backward(criterion(net(x.requires_grad_()), y))
+        setting(lr, loader())[0](everything)
 
     for end in in_lanes({str(lr): functools.partial(own, lr) for lr in RATES}, strategy="vmap").values():
         assert isinstance(end.error, FusionError) and "x.detach().requires_grad_()" in str(end.error)
+
+
+@pytest.mark.parametrize("source", ["loader", "list", "numpy", "workers"])
+def test_only_some_lanes_change_a_batch(source: str) -> None:
+    """Before or after they have called with it; others use it again meanwhile."""
+    batches: Any = {
+        "loader": lambda: loader(),
+        "list": lambda: list(zip(*(tensor.split(32) for tensor in data().tensors), strict=True)),
+        "numpy": lambda: [(torch.from_numpy(x.numpy().copy()), y) for x, y in loader(shuffle=False)],
+        "workers": lambda: DataLoader(DATA, batch_size=48, num_workers=1),
+    }[source]
+
+    def own(lr: float) -> Any:
+        net, opt, given, criterion = setting(lr, batches())
+        sums = []
+        for x, y in given:
+            rows = x.flatten(1)
+            if lr == 0.1:
+                x.mul_(2)
+            with torch.no_grad():
+                sums.append(net(rows).sum().item())
+            if lr == 0.05:
+                x.add_(1)
+                y.clamp_(max=1)
+            sums.append(rows.sum().item())
+            step(net, opt, criterion, rows, y)
+        return sums, weights(net)
+
+    check(own)
 
 
 def test_two_shuffled_loaders_at_once() -> None:
