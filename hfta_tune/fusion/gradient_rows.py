@@ -51,6 +51,7 @@ class GradientRows:
         }
         self._rows: dict[str, tuple[Tensor | None, ...]] = {}
         self._graph: weakref.ref[Graph] | None = None
+        self._before: dict[str, tuple[Tensor, int]] = {}
 
     def hold_in(self, outputs: Sequence[Tensor]) -> None:
         """Let the graphs of tensors hold a `Graph`."""
@@ -71,6 +72,7 @@ class GradientRows:
         Args:
             claimed: By id, the parameters whose gradients other stacks have taken; this one's are added to it.
         """
+        self._before = {}
         for name, leaf in self._leaves.items():
             own = [parameter.grad for parameter in self._own[name]]
             if claimed is not None:
@@ -88,6 +90,8 @@ class GradientRows:
                 ]
                 leaf.grad = torch.stack(filled)
                 self._bind(name, leaf.grad, [gradient is not None for gradient in own])
+            if leaf.grad is not None:
+                self._before[name] = leaf.grad, leaf.grad._version
 
     def deal_out(self, lanes: Collection[Lane]) -> None:
         """Give `lanes` what a backward pass has computed for them."""
@@ -95,6 +99,9 @@ class GradientRows:
         for name, leaf in self._leaves.items():
             if leaf.grad is None:
                 continue
+            before, version = self._before.get(name, (None, 0))
+            if leaf.grad is before and leaf.grad._version == version:
+                continue  # the pass has not come here
             if leaf.grad.is_sparse:
                 leaf.grad = leaf.grad.to_dense()
             if not leaf.grad.is_contiguous():  # fused kernels of torch.optim read a gradient without its strides
@@ -118,6 +125,7 @@ class GradientRows:
                 False
             ):
                 self._bind(name, leaf.grad, has)
+        self._before = {}
 
     def are_computed_now(self) -> bool:
         """Whether the backward pass that runs adds to them; one that returns gradients (torch.autograd.grad) does not.
