@@ -37,6 +37,9 @@ class GradientRows:
     A backward pass adds to the stacked parameters' `grad`. The lanes' are rows of that, so what lanes do to
     theirs in place is done to the stack, and an optimizer of the array finds all gradients in one tensor.
 
+    Attributes:
+        graph: What the graphs hold that lead to the stack, if there were any.
+
     Args:
         stack: The stack.
     """
@@ -50,21 +53,18 @@ class GradientRows:
             name: [lane.model.get_parameter(name) for lane in stack.lanes] for name in self._leaves
         }
         self._rows: dict[str, tuple[Tensor | None, ...]] = {}
-        self._graph: weakref.ref[Graph] | None = None
+        self.graph: weakref.ref[Graph] | None = None
         self._before: dict[str, tuple[Tensor, int]] = {}
 
     def hold_in(self, outputs: Sequence[Tensor]) -> None:
         """Let the graphs of tensors hold a `Graph`."""
-        graph = self.graph or Graph(self)
-        self._graph = weakref.ref(graph)
+        graph = None if self.graph is None else self.graph()
+        if graph is None:
+            graph = Graph(self)
+            self.graph = weakref.ref(graph)
         for output in outputs:
             if output.grad_fn is not None:
                 output.grad_fn.metadata["hfta_tune"] = graph  # type: ignore[index]
-
-    @property
-    def graph(self) -> Graph | None:
-        """What the graphs hold, as long as there is one."""
-        return None if self._graph is None else self._graph()
 
     def collect(self, claimed: set[int] | None = None) -> None:
         """Make the stacked gradients what the lanes' are now: before a backward pass adds to them.

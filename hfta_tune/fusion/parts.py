@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,9 @@ __all__ = ["Part", "hand_out", "part_of", "shared", "stacked"]
 
 # Of a tensor's storage. data_ptr() is for writing: it would end what tensors share until they are written to.
 _address: Callable[[Tensor], int] = getattr(torch._C, "_data_address", Tensor.data_ptr)
+
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class Part(NamedTuple):
@@ -50,19 +55,22 @@ def part_of(tensor: Tensor) -> Part | None:
 
 
 def shared(tensors: Sequence[Tensor]) -> bool:
-    """Whether lanes were given one and the same data, such as the batch of a loader that they share."""
+    """Whether lanes were given one and the same data, such as the batch of a loader that they share.
+
+    Args:
+        tensors: What they were given: of one shape and dtype.
+    """
     first = tensors[0]
-    if all(tensor is first for tensor in tensors):
+    if all(map(is_, tensors, repeat(first))):
         return True
-    address = _address(first)
-    return not first.requires_grad and all(
-        not tensor.requires_grad
-        and tensor.dtype == first.dtype
-        and _address(tensor) == address
-        and tensor.shape == first.shape
-        and tensor.stride() == first.stride()
-        and tensor.storage_offset() == first.storage_offset()
-        for tensor in tensors
+    if first.requires_grad or first.storage_offset() != tensors[-1].storage_offset():
+        return False
+    count = len(tensors)
+    return (
+        list(map(_address, tensors)).count(_address(first)) == count
+        and list(map(Tensor.storage_offset, tensors)).count(first.storage_offset()) == count
+        and list(map(Tensor.stride, tensors)).count(first.stride()) == count
+        and not any(map(_requires_grad, tensors))
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from hfta_tune.loops._hub import LoopLane
 __all__ = ["Epoch", "drawing", "same_state"]
 
 _END: Any = object()
+_is_shared: Callable[[Tensor], bool] = getattr(torch._C, "_is_cow_tensor", lambda tensor: False)
 _CONSTANTS = (type(None), bool, int, float, str, bytes)
 
 
@@ -136,11 +138,20 @@ class _SharedBatch:
     def __init__(self, batch: Any) -> None:
         leaves, self._structure = pytree.tree_flatten(batch)
         self._leaves = [_base(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        # The usual one takes no time.
+        self._is_flat = (
+            type(batch) in (list, tuple)
+            and len(batch) == len(self._leaves)
+            and all(isinstance(leaf, Tensor) and not leaf.requires_grad and _is_shared(leaf) for leaf in self._leaves)
+        )
+        self._kind = type(batch)
 
-    @torch.no_grad()
     def take(self) -> Any:
         """The batch, for one more lane."""
-        return pytree.tree_unflatten([_own(leaf) for leaf in self._leaves], self._structure)
+        if self._is_flat:
+            return self._kind(map(torch._lazy_clone, self._leaves))
+        with torch.no_grad():
+            return pytree.tree_unflatten(list(map(_own, self._leaves)), self._structure)
 
 
 def _base(tensor: Tensor) -> Tensor:
@@ -151,7 +162,10 @@ def _base(tensor: Tensor) -> Tensor:
             return torch._lazy_clone(alone).requires_grad_(tensor.requires_grad)
     except RuntimeError:
         pass  # memory of NumPy's, of another process; sparse
-    return alone.clone().requires_grad_(tensor.requires_grad)
+    alone = alone.clone()
+    with contextlib.suppress(RuntimeError):
+        torch._lazy_clone(alone)  # from now on it can be shared
+    return alone.requires_grad_(tensor.requires_grad)
 
 
 def _own(leaf: Any) -> Any:

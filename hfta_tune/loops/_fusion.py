@@ -236,7 +236,7 @@ class Fusion:
             return
         if grad:
             graph = array.gradient_rows().graph
-            for lane in lanes:
+            for lane in lanes if graph is not None else ():
                 lane.trial.has_called(graph)
         of_lane = dict(zip(array.lanes, values, strict=True))
         for lane in lanes:

@@ -251,17 +251,15 @@ class LoopTrial:
 
     def live_graphs(self) -> list[Graph]:
         """What a backward pass of this lane may reach."""
-        if not self._graphs:
-            return []
-        live = [(own, graph) for own in self._graphs if (graph := own()) is not None]
-        self._graphs = [own for own, _ in live]
-        return [graph for _, graph in live]
+        live = [graph for own in self._graphs if (graph := own()) is not None]
+        if len(live) < len(self._graphs):
+            self._graphs = [own for own in self._graphs if own() is not None]
+        return live
 
-    def has_called(self, graph: Graph | None) -> None:
+    def has_called(self, graph: weakref.ref[Graph]) -> None:
         """Note what a backward pass of this lane may reach."""
-        own = None if graph is None else weakref.ref(graph)
-        if own is not None and own not in self._graphs:
-            self._graphs.append(own)
+        if graph not in self._graphs:
+            self._graphs.append(graph)
 
     # What its code asks for
 
