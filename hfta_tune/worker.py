@@ -45,6 +45,7 @@ from hfta_tune.fusion import (
     COMPILED,
     LANE_BY_LANE,
     ONLY,
+    RECORDED,
     VMAP,
     FusedArray,
     FusionError,
@@ -179,7 +180,7 @@ class Worker:
         strategy = strategy or os.environ.get("HFTA_TUNE_STRATEGY", "auto")
         if strategy not in ("auto", VMAP, LANE_BY_LANE):
             raise ValueError(f'strategy must be "auto", "{VMAP}" or "{LANE_BY_LANE}" but got {strategy!r}.')
-        self._strategies = (VMAP, LANE_BY_LANE, COMPILED) if strategy == "auto" else (strategy,)
+        self._strategies = (VMAP, LANE_BY_LANE, RECORDED, COMPILED) if strategy == "auto" else (strategy,)
         self.running = Running()
         self._audit = audit
         self._fitting = self.lanes
@@ -725,10 +726,10 @@ class Worker:
             if surroundings is None:  # the compiled step would not see what the user's code does to self
                 continue
             array.set_surroundings(surroundings)
-            with self.running.hook("torch.compile of training_step", array.lanes):
+            with self.running.hook("recording of training_step", array.lanes):
                 seconds = array.compile_if_it_pays(steps_left)
             if seconds is not None:
-                logger.info("Compiled the training step of %d lanes in %.1f s.", len(array.lanes), seconds)
+                logger.info("Recorded or compiled the training step of %d lanes in %.1f s.", len(array.lanes), seconds)
                 self._tallies.setdefault(array, _Tally()).compile_seconds += seconds
 
     def _train_on(

@@ -162,7 +162,7 @@ def strategies(worker: Worker) -> set[str]:
 def audits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The audits that came to a result."""
     done: list[str] = []
-    for name in ("audit_vmap", "audit_compiled"):
+    for name in ("audit_vmap", "audit_of_tensors"):
         real = getattr(array_module, name)
 
         def audit(*arguments: Any, real: Any = real, name: str = name) -> Any:
@@ -470,7 +470,7 @@ def test_a_compiled_step(
         monkeypatch.setattr(BoundStep, "__call__", call)
     worker = start(Even)
     assert_as_alone(worker, Even, rounds=4, rounds_left=1e9)
-    assert audits == ["audit_vmap", "audit_compiled"]
+    assert audits == ["audit_vmap", "audit_of_tensors"]
     if wrong:
         (message,) = said()
         assert "trial bob: the update of the parameter '2.weight' differs by up to" in message

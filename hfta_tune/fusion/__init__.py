@@ -5,7 +5,7 @@ from __future__ import annotations
 from hfta_tune.fusion.array import FusedArray
 from hfta_tune.fusion.audit import Difference
 from hfta_tune.fusion.batch import clone_batch, form_of_batch
-from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, VMAP
+from hfta_tune.fusion.choice import COMPILED, LANE_BY_LANE, RECORDED, VMAP
 from hfta_tune.fusion.clipping import Clipping
 from hfta_tune.fusion.comparison import Incomparable, comparable, first_incomparable
 from hfta_tune.fusion.compiled_steps import StepCache
@@ -24,6 +24,7 @@ __all__ = [
     "LANE_BY_LANE",
     "ONLY",
     "PRECISIONS",
+    "RECORDED",
     "VMAP",
     "Clipping",
     "Difference",

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hfta_tune.fusion.alone import evaluate_lane, step_lane, train_lane
-from hfta_tune.fusion.audit import Difference, NotAuditable, audit_compiled, audit_vmap
+from hfta_tune.fusion.audit import Difference, NotAuditable, audit_of_tensors, audit_vmap
 from hfta_tune.fusion.batch import constants_of_batch, form_of_batch
-from hfta_tune.fusion.choice import BLOCKS, COMPILED, LANE_BY_LANE, VMAP, StrategyChoice
+from hfta_tune.fusion.choice import BLOCKS, COMPILED, LANE_BY_LANE, OF_TENSORS, RECORDED, VMAP, StrategyChoice
 from hfta_tune.fusion.compiled import BoundStep
 from hfta_tune.fusion.compiled_steps import CompiledSteps, StepCache
 from hfta_tune.fusion.contract import MetricName
@@ -40,19 +40,20 @@ _DEFAULTS = Options()
 class FusedArray:
     """Trains lanes whose models and optimizers have equal signatures.
 
-    Strategies: "vmap" (stacked tensors, one call of the step for all lanes), "compiled" (that as one
-    compiled function, optimizer included; "compiled by 8" and "compiled by 32" call it for about so many lanes at a
-    time) and "lane by lane" (plain PyTorch on each lane's own model, one after the other; native optimizers still
-    step for all lanes at once). Those that can train the array are measured on its own steps, and the fastest goes
-    on. A single lane has nothing to share, so it trains in plain PyTorch.
+    Strategies: "vmap" (stacked tensors, one call of the step for all lanes), "recorded" (the tensor operations of
+    that, optimizer included, one after the other), "compiled" (the same as one compiled function; "compiled by 8" and
+    "compiled by 32" call it for about so many lanes at a time) and "lane by lane" (plain PyTorch on each lane's own
+    model, one after the other; native optimizers still step for all lanes at once). Those that can train the array are
+    measured on its own steps, and the fastest goes on. A single lane has nothing to share, so it trains in plain
+    PyTorch.
 
     Args:
         device: Where the lanes' tensors are.
         number: Which array of its owner it is.
         options: How the lanes are trained.
-        strategies: The candidates, of "vmap", "lane by lane" and "compiled".
+        strategies: The candidates, of "vmap", "lane by lane", "recorded" and "compiled".
         pools: Whether lanes whose passes run one by one may have their optimizers step at once.
-        compiled: Compiled steps of arrays with the same signature, by form; shared between arrays.
+        compiled: Recorded and compiled steps of arrays with the same signature, by form; shared between arrays.
         audit: Where to say what the audit found; None trains without an audit.
 
     Attributes:
@@ -65,7 +66,7 @@ class FusedArray:
         *,
         number: int = 0,
         options: Options = _DEFAULTS,
-        strategies: Sequence[str] = (VMAP, LANE_BY_LANE, COMPILED),
+        strategies: Sequence[str] = (VMAP, LANE_BY_LANE, RECORDED, COMPILED),
         pools: bool = True,
         compiled: StepCache | None = None,
         audit: Callable[[str], None] | None = None,
@@ -75,13 +76,14 @@ class FusedArray:
         self._device = device
         self._stacking = Stacking(device)
         self._choice = StrategyChoice(
-            [s for s in strategies if s != COMPILED],
+            [s for s in strategies if s not in OF_TENSORS],
+            may_record=RECORDED in strategies,
             may_compile=COMPILED in strategies,
             by_blocks=device.type == "cpu",
         )
         self._cache: StepCache = {} if compiled is None else compiled
         self._vmapped = VmappedSteps(self._stacking, options, device)
-        self._compiled = CompiledSteps(self._stacking, self._vmapped, options, self._cache)
+        self._compiled = CompiledSteps(self._stacking, self._vmapped, options, self._cache, device)
         self._graphed = GraphedSteps()
         self._can_vmap_evaluation = VMAP in strategies
         self._with_gradient: frozenset[str] = frozenset()
@@ -127,7 +129,7 @@ class FusedArray:
     def give_up_vmap(self, *, training: bool) -> None:
         """Go lane by lane from now on, in the training or the evaluation steps."""
         if training:
-            for strategy in (VMAP, COMPILED, *BLOCKS):
+            for strategy in (VMAP, *OF_TENSORS):
                 self._choice.drop(strategy)
         else:
             self._can_vmap_evaluation = False
@@ -182,8 +184,8 @@ class FusedArray:
             self._run_audit(audited, step, batch)
             strategy = self.strategy
         run: Callable[[], dict[str, Tensor]]
-        if strategy in (COMPILED, *BLOCKS):
-            bound = self._compiled.for_batch(batch, BLOCKS.get(strategy))
+        if strategy in OF_TENSORS:
+            bound = self._compiled.for_batch(batch, strategy)
             if bound is None:
                 return self._train_vmap(step, batch, update)
             run = functools.partial(self._train_compiled, bound, batch, update)
@@ -204,23 +206,27 @@ class FusedArray:
         return losses
 
     def compile_if_it_pays(self, steps_left: float) -> float | None:
-        """Between rounds: compile the training step if what is left to train is worth it.
+        """Between rounds: compile the training step if what is left to train is worth it; else record it, if that is.
 
         Args:
             steps_left: How many training steps the array has before it, 0 if that is unknown.
 
         Returns:
-            The seconds that it took, or None if nothing was compiled.
+            The seconds that it took, or None if neither was done.
         """
-        if not self._compiled.can_compile or not self._choice.could_compile(len(self.lanes)):
+        if not self._compiled.can_be_made:
             return None
-        if not self._choice.compiling_pays(steps_left, self._compiled.expected()):
-            return None
+        choice, lanes = self._choice, len(self.lanes)
         begin = self._now()
-        there = self._compiled.compile()
-        seconds = self._now() - begin
-        self._choice.compiled(there=there)
-        return seconds
+        if choice.could_compile(lanes) and choice.compiling_pays(steps_left, self._compiled.expected()):
+            choice.compiled(there=self._compiled.compile())
+        elif choice.could_record(lanes) and choice.recording_pays(
+            steps_left, self._compiled.expected_of_recording(choice.seconds[VMAP])
+        ):
+            choice.recorded(there=self._compiled.record())
+        else:
+            return None
+        return self._now() - begin
 
     def _now(self) -> float:
         if self._device.type == "cuda":  # a measured step is waited for; others are not
@@ -384,7 +390,7 @@ class FusedArray:
         assert self._audit is not None
         self._audited.add(strategy)
         self._stacking.own_models_in_mode()
-        audit = audit_vmap if strategy == VMAP else audit_compiled
+        audit = audit_vmap if strategy == VMAP else functools.partial(audit_of_tensors, strategy)
         devices = [self._device] if self._device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=devices):
@@ -425,14 +431,17 @@ class FusedArray:
         stack, optimizers, _ = self._stacking.whole()
         self._use(stack, optimizers, {}, update=True)
 
-    def train_compiled(self, step: Step, batch: Any, with_gradient: Iterable[str]) -> dict[str, Tensor] | None:
-        """Train the lanes on one batch by the compiled step, if there is one.
+    def train_of_tensors(
+        self, strategy: str, step: Step, batch: Any, with_gradient: Iterable[str]
+    ) -> dict[str, Tensor] | None:
+        """Train the lanes on one batch by the recorded or the compiled step, if there is one.
 
         Args:
+            strategy: By which.
             step: The training step.
             batch: What to train on.
             with_gradient: The names of the parameters that have a gradient.
         """
         self._compiled.saw(step, batch, with_gradient)
-        bound = self._compiled.for_batch(batch)
+        bound = self._compiled.for_batch(batch, strategy)
         return None if bound is None else self._train_compiled(bound, batch, update=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Difference",
     "NotAuditable",
-    "audit_compiled",
+    "audit_of_tensors",
     "audit_vmap",
     "copies",
     "difference_of",
@@ -154,10 +154,13 @@ def audit_vmap(lanes: Sequence[Lane], options: Options, step: Step, batch: Any, 
     return largest_difference(differences())
 
 
-def audit_compiled(
-    lanes: Sequence[Lane], options: Options, step: Step, batch: Any, array_of: ArrayOf
+def audit_of_tensors(
+    strategy: str, lanes: Sequence[Lane], options: Options, step: Step, batch: Any, array_of: ArrayOf
 ) -> Difference | None:
-    """Train copies of lanes on a batch, under vmap and by the compiled step, and compare them; as `audit_vmap`."""
+    """Train copies of lanes on a batch, under vmap and by the recorded or compiled step, and compare them.
+
+    As `audit_vmap`, with the strategy to compare besides.
+    """
     if any(_draws_inside(lane.model) for lane in lanes):
         raise draws_random_numbers()
     relative = relative_of(lanes, options)
@@ -169,7 +172,7 @@ def audit_compiled(
     probing.train_step(step_of_copies, clone_batch(batch))
     gradients = probing.accumulated_gradients()
     expected = array_of(vmapped, options).train_step(step_of_copies, clone_batch(batch), last=True)
-    got = array_of(compiled, options).train_compiled(step_of_copies, clone_batch(batch), gradients)
+    got = array_of(compiled, options).train_of_tensors(strategy, step_of_copies, clone_batch(batch), gradients)
     if got is None:
         return None
 

@@ -7,18 +7,23 @@ from dataclasses import dataclass, field
 
 from hfta_tune.fusion.compile_notes import Expected
 
-__all__ = ["BLOCKS", "COMPILED", "LANE_BY_LANE", "VMAP", "StrategyChoice"]
+__all__ = ["BLOCKS", "COMPILED", "LANE_BY_LANE", "OF_TENSORS", "RECORDED", "VMAP", "StrategyChoice"]
 
 VMAP = "vmap"
+RECORDED = "recorded"
 COMPILED = "compiled"
 LANE_BY_LANE = "lane by lane"
 BLOCKS = {"compiled by 8": 8, "compiled by 32": 32}
 """{strategy: how many lanes train at a time}: what a block of lanes computes stays in a CPU's cache."""
+OF_TENSORS = (RECORDED, COMPILED, *BLOCKS)
+"""The strategies that run a step as a function of tensors, without the user's code."""
 
 _SAMPLES = {LANE_BY_LANE: 2}
 _SAMPLES_OF_OTHERS = 3
 # Where nobody knows how long a run will be, compiling may cost this part of what it has taken so far.
 _UNKNOWN_RUN_SHARE = 0.05
+# A smaller part of a step's time is not worth recording it: what is expected is not that sure.
+_LEAST_GAIN_OF_RECORDING = 0.1
 
 
 @dataclass
@@ -30,12 +35,14 @@ class StrategyChoice:
 
     Attributes:
         candidates: The strategies that can train this array, best guess first.
+        may_record: Whether recording may still be tried.
         may_compile: Whether compiling may still be tried.
         by_blocks: Whether a compiled step may train the lanes block by block.
         seconds: {strategy: median seconds a step}, as far as measured.
     """
 
     candidates: list[str] = field(default_factory=lambda: [VMAP, LANE_BY_LANE])
+    may_record: bool = True
     may_compile: bool = True
     by_blocks: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
@@ -84,10 +91,21 @@ class StrategyChoice:
         if not self.candidates:
             self.candidates.append(LANE_BY_LANE)
 
+    def could_record(self, lanes: int) -> bool:
+        """Whether recording may be tried now: the other strategies are measured, and it was not tried before."""
+        return self.may_record and self._is_settled(lanes) and self.seconds[VMAP] < 2 * min(self.seconds.values())
+
     def could_compile(self, lanes: int) -> bool:
         """Whether compiling may be tried now: the other strategies are measured, and it was not tried before."""
-        settled = all(candidate in self.seconds for candidate in self.candidates)
-        return lanes > 1 and settled and self.may_compile and VMAP in self.candidates
+        return self.may_compile and self._is_settled(lanes)
+
+    def _is_settled(self, lanes: int) -> bool:
+        usable = lanes > 1 and VMAP in self.candidates
+        return usable and all(candidate in self.seconds for candidate in self.candidates)
+
+    def recording_pays(self, steps_left: float, expected: Expected) -> bool:
+        """Whether recording is worth its time."""
+        return expected.gain >= _LEAST_GAIN_OF_RECORDING and self.compiling_pays(steps_left, expected)
 
     def compiling_pays(self, steps_left: float, expected: Expected) -> bool:
         """Whether compiling is worth its time.
@@ -96,6 +114,12 @@ class StrategyChoice:
         """
         best = min(self.seconds.values(), default=0.0)
         return max(steps_left * expected.gain, self._steps * _UNKNOWN_RUN_SHARE) * best > expected.seconds
+
+    def recorded(self, *, there: bool) -> None:
+        """Recording was tried; if the recorded step is there, it is measured next."""
+        self.may_record = False
+        if there:
+            self.candidates.append(RECORDED)
 
     def compiled(self, *, there: bool) -> None:
         """Compiling was tried; if the compiled step is there, it is measured next."""

@@ -1,10 +1,10 @@
-"""A whole training step of an array as one compiled function: forward, backward and optimizer."""
+"""A whole training step of an array as one function of tensors, recorded or compiled: with backward and optimizer."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -14,19 +14,19 @@ from torch.utils import _pytree as pytree
 from hfta_tune.fusion.any_lanes import NotAlike, for_any_lanes
 from hfta_tune.fusion.compiled_forms import FORMS
 
-__all__ = ["BoundStep", "CompiledStep", "Tensors"]
+__all__ = ["BoundStep", "CompiledStep", "RecordedStep", "Tensors"]
 
 Tensors: TypeAlias = Any
 """Nested dicts, lists and tuples of tensors. What is not in "batch" has shape [lanes, ...]."""
 
 
-class CompiledStep:
-    """A step of tensors, compiled once for any number of lanes.
+class RecordedStep:
+    """A step of tensors, as the list of its tensor operations, for any number of lanes.
 
     The step is run on stand-ins without data to record its tensor operations (the user's code, vmap and autograd
-    leave nothing else behind), once for each of two numbers of lanes, and a record for any number is compiled by
-    torch's inductor. What the step changes in place, the compiled function changes in place. Inductor's own cache on
-    disk serves other workers and later runs.
+    leave nothing else behind), once for each of two numbers of lanes, which makes a record for any number. Running
+    that does what the step does, without the time that Python, vmap and autograd take. What the step changes in
+    place, it changes in place.
 
     Args:
         step: step(tensors) -> tensors: a whole training step. Everything that it reads is in `tensors`.
@@ -36,9 +36,10 @@ class CompiledStep:
         NotAlike: if the step is another one for another number of lanes.
     """
 
+    _forms: Mapping[Any, Callable[..., Any]] = {}
+
     def __init__(self, step: Callable[[Tensors], Tensors], tensors: dict[str, Tensors]) -> None:
         from torch._dispatch.python import enable_python_dispatcher
-        from torch._inductor.compile_fx import compile_fx
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -68,28 +69,31 @@ class CompiledStep:
 
         def record(lanes: int) -> torch.fx.GraphModule:
             fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+            forms = dict(self._forms)
             with fake, enable_python_dispatcher():
-                recorded = make_fx(flat_step, decomposition_table=FORMS)(*stand_ins(fake, lanes, DimDynamic.STATIC))
+                recorded = make_fx(flat_step, decomposition_table=forms)(*stand_ins(fake, lanes, DimDynamic.STATIC))
             recorded.graph.eliminate_dead_code()
             return recorded
 
         general = for_any_lanes(record(first), record(second), (first, second), lead)
         fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        examples = stand_ins(fake, first, DimDynamic.DUCK)
-        with torch.no_grad():
-            # Random numbers are long sums of integers that are to be computed where they are read.
-            self._run: Any = compile_fx(general, examples, config_patches={"realize_opcount_threshold": 100})
+        self._run = self._runs(general, lambda: stand_ins(fake, first, DimDynamic.DUCK))
         self._try_on_two_lanes(leaves)
 
+    def _runs(self, record: torch.fx.GraphModule, examples: Callable[[], list[Tensor]]) -> Any:
+        """Make something to call of the record."""
+        _without_aliases(record)
+        return record.forward
+
     def _try_on_two_lanes(self, leaves: list[Any]) -> None:
-        """Inductor may take a size for a constant, also one that it took for one when it filled its cache."""
+        """See that it is for any number of lanes."""
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         own = [torch.zeros_like(leaf[:2]) if leaf.dim() else leaf.clone() for leaf in self._varying(leaves)]
         try:
             with torch.random.fork_rng(), torch.no_grad():
                 self._run(*own, *given[self._batch_places])
         except (AssertionError, RuntimeError) as error:
-            raise NotAlike(f"what torch compiled is not for any number of lanes: {error}") from error
+            raise NotAlike(f"what was made of the step is not for any number of lanes: {error}") from error
 
     def _varying(self, leaves: list[Any]) -> list[Tensor]:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)][: self._batch_places.start]
@@ -114,11 +118,28 @@ class CompiledStep:
         return [[*parts, *batch] for parts in zip(*split, strict=True)]
 
 
+class CompiledStep(RecordedStep):
+    """A recorded step compiled by torch's inductor, whose own cache on disk serves other workers and later runs.
+
+    Inductor may take a size for a constant, also one that it took for one when it filled its cache; a trial on two
+    lanes shows it.
+    """
+
+    _forms = FORMS
+
+    def _runs(self, record: torch.fx.GraphModule, examples: Callable[[], list[Tensor]]) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        with torch.no_grad():
+            # Random numbers are long sums of integers that are to be computed where they are read.
+            return compile_fx(record, examples(), config_patches={"realize_opcount_threshold": 100})
+
+
 class BoundStep:
-    """A compiled step with all its inputs in place but the batch.
+    """A recorded or compiled step with all its inputs in place but the batch.
 
     Args:
-        run: What was compiled.
+        run: What to call.
         blocks: Its inputs, of each block of lanes.
         batch_places: Where among them the batch goes.
         result: The structure of what it returns.
@@ -174,3 +195,12 @@ def _stand_in(fake: Any, tensor: Tensor, number: int, lanes: int | None, varies:
     source = ConstantSource(f"input{number}")
     stand_in: Tensor = fake.from_tensor(example, symbolic_context=context, source=source)
     return stand_in
+
+
+def _without_aliases(record: torch.fx.GraphModule) -> None:
+    """Leave out what gives a tensor another name: there is no autograd that has to be told them apart."""
+    for node in list(record.graph.nodes):
+        if node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            record.graph.erase_node(node)
+    record.recompile()

@@ -1,4 +1,4 @@
-"""The compiled training steps of an array: one for each form of batch and update."""
+"""The recorded and compiled training steps of an array: one for each form of batch and update."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from hfta_tune.fusion.batch import constants_of_batch, form_of_batch
+from hfta_tune.fusion.choice import BLOCKS, RECORDED
 from hfta_tune.fusion.compile_notes import CompileNotes, Expected
-from hfta_tune.fusion.compiled import BoundStep, CompiledStep
+from hfta_tune.fusion.compiled import BoundStep, CompiledStep, RecordedStep
 from hfta_tune.fusion.failure import first_line
 from hfta_tune.fusion.gradients import clipped_by_optimizer, gradients_by_optimizer
 from hfta_tune.fusion.optimizers import Updates, form_of_updates, tensors_of_updates, with_tensors
@@ -25,21 +29,43 @@ __all__ = ["CompiledSteps", "StepCache"]
 
 logger = logging.getLogger(__name__)
 
-StepCache: TypeAlias = dict[Any, CompiledStep | None]
-"""Compiled steps by all that they depend on besides tensors and signature; None where torch could not compile."""
+StepCache: TypeAlias = dict[Any, RecordedStep | None]
+"""Recorded and compiled steps by all that they depend on besides tensors and signature; None where that failed."""
 
 _NO_UPDATES: Updates = {}
 
+# Seen on two CPU cores, with the benchmark's models: an operation that is called from a record saves 4 to 8 us of vmap
+# and autograd, and to record it takes about 1.1 ms; the first record of a process some 0.15 s besides.
+_SECONDS_SAVED_AN_OPERATION = 6e-6
+_SECONDS_TO_RECORD_AN_OPERATION = 1.1e-3
+_SECONDS_TO_RECORD = 0.1
+_OPERATIONS_OF_OPTIMIZER = 30
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the operations of a step, as a record of it would have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
 
 class CompiledSteps:
-    """Compiles training steps of a stacking and binds them to its tensors.
+    """Records and compiles training steps of a stacking and binds them to its tensors.
 
-    After lanes have changed, and for a new form of batch, the user's code is run once before a compiled step
-    may take its place: to see these lanes, and what it reads of their configs.
+    After lanes have changed, and for a new form of batch, the user's code is run once before a recorded or compiled
+    step may take its place: to see these lanes, and what it reads of their configs.
     """
 
-    def __init__(self, stacking: Stacking, vmapped: VmappedSteps, options: Options, cache: StepCache) -> None:
+    def __init__(
+        self, stacking: Stacking, vmapped: VmappedSteps, options: Options, cache: StepCache, device: torch.device
+    ) -> None:
         self._stacking = stacking
+        self._device = device
         self._vmapped = vmapped
         self._options = options
         self._cache = cache
@@ -52,6 +78,7 @@ class CompiledSteps:
         self._moves = -1
         self._notes = CompileNotes()
         self._expected: dict[Any, Expected] = {}
+        self._operations: dict[Any, int] = {}
 
     @property
     def surroundings(self) -> Hashable:
@@ -61,7 +88,7 @@ class CompiledSteps:
     def set_surroundings(self, surroundings: Hashable) -> bool:
         """Tell what the training step reads besides its arguments; return whether that is something new.
 
-        A compiled step holds it for constant, so it serves equal surroundings only.
+        A recorded step holds it for constant, so it serves equal surroundings only.
         """
         if surroundings == self._surroundings:
             return False
@@ -71,7 +98,7 @@ class CompiledSteps:
 
     @property
     def include_updates(self) -> bool:
-        """Whether a compiled step has the optimizers' step in it."""
+        """Whether a recorded or compiled step has the optimizers' step in it."""
         return self._options.accumulate == 1 and self._stacking.whole()[1].are_native
 
     def saw(self, step: Step, batch: Any, with_gradient: Iterable[str]) -> None:
@@ -84,12 +111,12 @@ class CompiledSteps:
         if self._seen[form] >= max(self._seen.values()):
             self._usual = (step, batch, names)
 
-    def for_batch(self, batch: Any, block: int | None = None) -> BoundStep | None:
-        """Return the compiled step for a batch, with the lanes' tensors, or None.
+    def for_batch(self, batch: Any, strategy: str) -> BoundStep | None:
+        """Return the step for a batch, with the lanes' tensors, or None.
 
         Args:
             batch: The batch.
-            block: How many lanes it is to train at a time; by default all.
+            strategy: How it is to be trained: one of those that run a function of tensors.
         """
         self._forget_after_moves()
         form = form_of_batch(batch), constants_of_batch(batch)
@@ -99,26 +126,55 @@ class CompiledSteps:
         if self._bound_to is not updates:
             self._bound.clear()
             self._bound_to = updates
-        if (form, block) not in self._bound:
-            compiled = self._cache.get(self._form(batch, updates))
-            self._bound[form, block] = None if compiled is None else compiled.bind(self._tensors(batch, updates), block)
-        return self._bound[form, block]
+        if (form, strategy) not in self._bound:
+            kind = RecordedStep if strategy == RECORDED else CompiledStep
+            made = self._cache.get((kind, self._form(batch, updates)))
+            tensors = self._tensors(batch, updates)
+            self._bound[form, strategy] = None if made is None else made.bind(tensors, BLOCKS.get(strategy))
+        return self._bound[form, strategy]
 
     @property
-    def can_compile(self) -> bool:
-        """Whether there is a step to compile: the one for the most frequent form of batch."""
+    def can_be_made(self) -> bool:
+        """Whether there is a step to record or compile: the one for the most frequent form of batch."""
         return self._usual is not None
 
     def expected(self) -> Expected:
         """What compiling the step for the most frequent form of batch is expected to cost and to gain."""
-        assert self._usual is not None
-        _, batch, with_gradient = self._usual
-        form = self._form(batch, self._prepared(with_gradient))
+        form = self._usual_form()
         lanes = len(self._stacking.lanes)
         if (form, lanes) not in self._expected:
             self._expected[form, lanes] = self._notes.expected(self._noted_form(), lanes)
         expected = self._expected[form, lanes]
-        return replace(expected, seconds=0.0) if form in self._cache else expected
+        return replace(expected, seconds=0.0) if (CompiledStep, form) in self._cache else expected
+
+    def expected_of_recording(self, seconds_a_step: float) -> Expected:
+        """What recording that step is expected to cost and to gain.
+
+        Args:
+            seconds_a_step: How long it takes under vmap.
+        """
+        form = self._usual_form()
+        if form not in self._operations:
+            assert self._usual is not None
+            step, batch, _ = self._usual
+            counting = _Counting()
+            devices = [self._device] if self._device.type == "cuda" else []
+            try:
+                with torch.random.fork_rng(devices=devices), counting:
+                    self._vmapped.probe(step, batch)
+                self._operations[form] = counting.operations + _OPERATIONS_OF_OPTIMIZER
+            except Exception as error:  # some of torch does not run where operations are counted, nor recorded
+                logger.info("The operations of the training step cannot be counted: %s", first_line(error))
+                self._operations[form] = 0
+        operations = self._operations[form]
+        is_there = (RecordedStep, form) in self._cache
+        seconds = 0.0 if is_there else _SECONDS_TO_RECORD + operations * _SECONDS_TO_RECORD_AN_OPERATION
+        return Expected(seconds, operations * _SECONDS_SAVED_AN_OPERATION / max(seconds_a_step, 1e-9))
+
+    def _usual_form(self) -> Any:
+        assert self._usual is not None
+        _, batch, with_gradient = self._usual
+        return self._form(batch, self._prepared(with_gradient))
 
     def note_gain(self, gain: float) -> None:
         """Note the part of a step's time that compiling has saved."""
@@ -127,20 +183,33 @@ class CompiledSteps:
 
     def compile(self) -> bool:
         """Compile the step for the most frequent form of batch; return whether it is there."""
+        seconds = self._make(CompiledStep)
+        if seconds is not None:
+            self._notes.compiled(self._noted_form(), seconds)
+        return self._cache[CompiledStep, self._usual_form()] is not None
+
+    def record(self) -> bool:
+        """Record the step for the most frequent form of batch; return whether it is there."""
+        self._make(RecordedStep)
+        return self._cache[RecordedStep, self._usual_form()] is not None
+
+    def _make(self, kind: type[RecordedStep]) -> float | None:
+        """Make the step if that was not tried before; return the seconds if it succeeded."""
         assert self._usual is not None
         step, batch, with_gradient = self._usual
         updates = self._prepared(with_gradient)
-        form = self._form(batch, updates)
-        if form not in self._cache:
-            begin = time.perf_counter()
-            try:
-                whole = functools.partial(self._whole_step, step, updates)
-                self._cache[form] = CompiledStep(whole, self._tensors(batch, updates))
-                self._notes.compiled(self._noted_form(), time.perf_counter() - begin)
-            except Exception as error:  # whatever torch cannot compile goes on as it was
-                logger.info("The training step goes on uncompiled: %s", first_line(error), exc_info=error)
-                self._cache[form] = None
-        return self._cache[form] is not None
+        form = kind, self._form(batch, updates)
+        if form in self._cache:
+            return None
+        begin = time.perf_counter()
+        try:
+            whole = functools.partial(self._whole_step, step, updates)
+            self._cache[form] = kind(whole, self._tensors(batch, updates))
+        except Exception as error:  # whatever torch cannot record or compile goes on as it was
+            logger.info("The training step goes on without %s: %s", kind.__name__, first_line(error), exc_info=error)
+            self._cache[form] = None
+            return None
+        return time.perf_counter() - begin
 
     def _forget_after_moves(self) -> None:
         if self._moves != self._stacking.moves:
