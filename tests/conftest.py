@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from hfta_tune.fusion import COMPILED, LANE_BY_LANE, FusionWarning, compile_notes
+from hfta_tune.fusion import COMPILED, LANE_BY_LANE, RECORDED, VMAP, FusedArray, FusionWarning, compile_notes
 from hfta_tune.fusion.choice import StrategyChoice
 from hfta_tune.fusion.compiled import BoundStep
 
@@ -62,8 +62,25 @@ def always_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def compiled_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of lanes of each step that a compiled function has trained."""
+def always_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record after the first round, and prefer the recorded step; vmap comes next. Nothing is compiled."""
+    monkeypatch.setenv("HFTA_TUNE_STRATEGY", "auto")
+
+    def strategy(self: StrategyChoice, lanes: int) -> str:
+        own = [strategy for strategy in (RECORDED, VMAP) if strategy in self.candidates]
+        return own[0] if own and lanes > 1 else LANE_BY_LANE
+
+    def record(self: FusedArray, steps_left: float) -> None:
+        if self._compiled.can_be_made and self._choice.may_record and self.strategy == VMAP:
+            self._choice.recorded(there=self._compiled.record())
+
+    monkeypatch.setattr(StrategyChoice, "strategy", strategy)
+    monkeypatch.setattr(FusedArray, "compile_if_it_pays", record)
+
+
+@pytest.fixture
+def steps_of_tensors(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of lanes of each step that a recorded or compiled function has trained."""
     taken: list[int] = []
     real = BoundStep.__call__
 

@@ -447,7 +447,7 @@ def test_an_optimizer_that_cannot_be_copied_cannot_be_audited(said: Callable[[],
 def test_a_compiled_step(
     wrong: bool,
     always_compiles: None,
-    compiled_steps: list[int],
+    steps_of_tensors: list[int],
     audits: list[str],
     said: Callable[[], list[str]],
     monkeypatch: pytest.MonkeyPatch,
@@ -475,11 +475,11 @@ def test_a_compiled_step(
         (message,) = said()
         assert "trial bob: the update of the parameter '2.weight' differs by up to" in message
         assert strategies(worker) == {LANE_BY_LANE}
-        assert compiled_steps == [3]  # on copies
+        assert steps_of_tensors == [3]  # on copies
     else:
         assert not said()
         assert strategies(worker) == {COMPILED}
-        assert len(compiled_steps) > 6
+        assert len(steps_of_tensors) > 6
 
 
 # Front ends

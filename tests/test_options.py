@@ -374,7 +374,7 @@ class ThreeOfOneForm(ThreeClipped):
 
 
 @pytest.mark.slow
-def test_compiled_steps_accumulate(always_compiles: None, compiled_steps: list[int]) -> None:
+def test_compiled_steps_accumulate(always_compiles: None, steps_of_tensors: list[int]) -> None:
     worker = start(ThreeOfOneForm, LANES)
     runs = runs_of(ThreeOfOneForm, LANES)
     run_round(worker, rounds_left=1e9)
@@ -384,7 +384,7 @@ def test_compiled_steps_accumulate(always_compiles: None, compiled_steps: list[i
             run.run_round()
     assert worker.describe()["arrays"][0]["strategy"] == COMPILED
     assert_equal_to_alone(worker, runs, rounds=2, atol=1e-5)
-    assert compiled_steps == [4] * 18  # of three rounds, all but those of another size
+    assert steps_of_tensors == [4] * 18  # of three rounds, all but those of another size
 
 
 # Rounds of so many steps

@@ -268,7 +268,7 @@ class InTurnsOfOneSize(InTurns):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [WithViews, InTurnsOfOneSize])
-def test_compiled(kind: type[GAN], always_compiles: None, compiled_steps: list[int]) -> None:
+def test_compiled(kind: type[GAN], always_compiles: None, steps_of_tensors: list[int]) -> None:
     worker = Worker(4, device="cpu")
     for lane in range(3):
         add(worker, kind, lane)
@@ -279,7 +279,7 @@ def test_compiled(kind: type[GAN], always_compiles: None, compiled_steps: list[i
         for lane, trial in enumerate(TRIALS[: len(results)]):
             assert_lane(worker, results[trial], kind, lane, round_ - 4 * (lane == 3), atol=1e-5)
     assert [array["strategy"] for array in worker.describe()["arrays"]] == [COMPILED]
-    assert set(compiled_steps) == {3, 4}
+    assert set(steps_of_tensors) == {3, 4}
 
 
 # Checkpoints

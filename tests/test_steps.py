@@ -269,7 +269,7 @@ def test_metrics_of_a_training_step() -> None:
 
 
 @pytest.mark.slow
-def test_metrics_of_a_compiled_training_step(always_compiles: None, compiled_steps: list[int]) -> None:
+def test_metrics_of_a_compiled_training_step(always_compiles: None, steps_of_tensors: list[int]) -> None:
     worker, alone = Worker(3, device="cpu"), [Worker(1, device="cpu") for _ in range(3)]
     for number, own in enumerate(alone):
         config = {"seed": number, "lr": 0.01, "weight": 0.5 * number}
@@ -279,7 +279,7 @@ def test_metrics_of_a_compiled_training_step(always_compiles: None, compiled_ste
         results = worker.run_round(rounds_left=1e9)
         for number, own in enumerate(alone):
             assert results[str(number)] == pytest.approx(own.run_round()[str(number)], rel=1e-4, abs=1e-5)
-    assert compiled_steps
+    assert steps_of_tensors
 
 
 def test_a_metric_named_like_an_optimizer() -> None:

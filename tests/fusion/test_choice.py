@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfta_tune.fusion.choice import BLOCKS, COMPILED, LANE_BY_LANE, VMAP, StrategyChoice
+from hfta_tune.fusion.choice import BLOCKS, COMPILED, LANE_BY_LANE, RECORDED, VMAP, StrategyChoice
 from hfta_tune.fusion.compile_notes import UNKNOWN, Expected
 
 
@@ -125,3 +125,32 @@ def test_what_did_not_compile_is_not_tried_again() -> None:
     settle(choice, 8, {VMAP: 0.1, LANE_BY_LANE: 0.2})
     choice.compiled(there=False)
     assert choice.strategy(8) == VMAP and not choice.could_compile(8)
+
+
+def test_recording_must_pay() -> None:
+    choice = StrategyChoice()
+    assert not choice.could_record(8)  # nothing is measured yet
+    settle(choice, 8, {VMAP: 0.1, LANE_BY_LANE: 0.12})
+    assert choice.could_record(8) and not choice.could_record(1)
+    assert choice.recording_pays(100, Expected(seconds=1.0, gain=0.2))
+    assert not choice.recording_pays(40, Expected(seconds=1.0, gain=0.2))
+    assert not choice.recording_pays(10_000, Expected(seconds=1.0, gain=0.05))  # that sure is no estimate
+    choice.recorded(there=False)
+    assert not choice.could_record(8) and choice.strategy(8) == VMAP
+
+
+def test_what_vmap_makes_much_slower_is_not_recorded() -> None:
+    choice = StrategyChoice()
+    settle(choice, 8, {VMAP: 0.3, LANE_BY_LANE: 0.1})
+    assert not choice.could_record(8)
+
+
+def test_a_recorded_step_is_measured_like_the_others() -> None:
+    for seconds, expected in ((0.05, RECORDED), (0.3, VMAP)):
+        choice = StrategyChoice()
+        settle(choice, 8, {VMAP: 0.1, LANE_BY_LANE: 0.2})
+        choice.recorded(there=True)
+        assert choice.strategy(8) == RECORDED
+        settle(choice, 8, {RECORDED: seconds})
+        assert choice.strategy(8) == expected
+        assert choice.could_compile(8)  # on top of it, if that pays

@@ -94,12 +94,23 @@ def test_compiled_lanes_train_as_alone(
     kind: type[FusedTrainable],
     block: int | None,
     always_compiles: None,
-    compiled_steps: list[int],
+    steps_of_tensors: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All lanes at once, and in blocks."""
     bind = CompiledStep.bind
     monkeypatch.setattr(CompiledStep, "bind", lambda self, tensors, _=None: bind(self, tensors, block))
+    assert_as_alone_while_lanes_come_and_go(kind, COMPILED, steps_of_tensors)
+
+
+def assert_as_alone_while_lanes_come_and_go(kind: type[FusedTrainable], strategy: str, steps: list[int]) -> None:
+    """Trains lanes of which some leave and others join, and each alone.
+
+    Args:
+        kind: What they train.
+        strategy: The one that is to train the last rounds.
+        steps: The number of lanes of each step that it has trained.
+    """
     worker = Worker(6, device="cpu")
     alone = {}
 
@@ -125,8 +136,8 @@ def test_compiled_lanes_train_as_alone(
             expected = own.run_round()[name]
             assert isinstance(expected, dict)
             assert results[name] == pytest.approx(expected, rel=1e-4, abs=1e-5), (round_, name)
-    assert strategies[-3:] == [COMPILED] * 3
-    assert set(compiled_steps) == {3, 4, 5}
+    assert strategies[-3:] == [strategy] * 3
+    assert set(steps) == {3, 4, 5}
     for name, own in alone.items():
         expected, got = own.state_dict(name), worker.state_dict(name)
         torch.testing.assert_close(got["model"], expected["model"], rtol=1e-4, atol=1e-5)
@@ -152,14 +163,14 @@ def test_lanes_as_many_as_something_else(lanes: int) -> None:
         torch.testing.assert_close(compiled.bind(given, 3)(given["batch"]), step(given))
 
 
-def test_compiled_steps_follow_attributes_of_self(always_compiles: None, compiled_steps: list[int]) -> None:
+def test_compiled_steps_follow_attributes_of_self(always_compiles: None, steps_of_tensors: list[int]) -> None:
     compare_with_alone(Annealed, rounds=6)
-    assert compiled_steps
+    assert steps_of_tensors
 
 
-def test_a_step_that_changes_self_is_not_compiled(always_compiles: None, compiled_steps: list[int]) -> None:
+def test_a_step_that_changes_self_is_not_compiled(always_compiles: None, steps_of_tensors: list[int]) -> None:
     compare_with_alone(Counting, rounds=5)
-    assert not compiled_steps
+    assert not steps_of_tensors
 
 
 def compare_with_alone(kind: type[FusedTrainable], rounds: int) -> None:

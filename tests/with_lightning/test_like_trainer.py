@@ -95,13 +95,13 @@ def test_an_optuna_study() -> None:
 
 
 @pytest.mark.slow
-def test_compiled(always_compiles: None, compiled_steps: list[int]) -> None:
+def test_compiled(always_compiles: None, steps_of_tensors: list[int]) -> None:
     made = hfta_tune.lightning.trainable(Classifier, Data(), gradient_clip_val=0.3)
     worker = Worker(3, device="cpu")
     for number, config in enumerate(CONFIGS):
         worker.add(str(number), made._outside_tune(config), config)
     rounds = [worker.run_round(rounds_left=1e9) for _ in range(6)]
-    assert compiled_steps
+    assert steps_of_tensors
     for number, config in enumerate(CONFIGS):
         expected, _ = by_lightning(Classifier, config, Data(), 6, gradient_clip_val=0.3)
         for results, metrics in zip(rounds, expected, strict=True):
