@@ -23,10 +23,11 @@ class ArrayRound:
     Attributes:
         number: Which array of its worker it is.
         trials: The trials in it at the end of the round, in the order of its rows.
-        strategy: How its last training step ran: "compiled" (or "compiled by 8", "by 32"), "vmap" or "lane by lane".
+        strategy: How its last training step ran: "recorded", "compiled" (or "compiled by 8", "by 32"), "vmap"
+            or "lane by lane".
         steps: Training steps of the round.
         samples: Samples that each of its trials was trained on.
-        compile_seconds: How long a compilation at the round's end took, else 0.
+        compile_seconds: How long recording or compiling the step at the round's end took, else 0.
         seconds_a_step: {strategy: seconds of a training step}, of those that have been measured on it.
     """
 

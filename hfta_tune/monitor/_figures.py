@@ -27,8 +27,8 @@ class RunFigures:
         lanes_free: Their lanes that have none.
         trials_waiting: Trials that wait for a lane.
         array_lanes: The lanes of each array.
-        strategies: How each array trains, in the same order: "compiled" (or "compiled by 8", "by 32"), "vmap" or
-            "lane by lane".
+        strategies: How each array trains, in the same order: "recorded", "compiled" (or "compiled by 8",
+            "by 32"), "vmap" or "lane by lane".
         rounds: Rounds so far.
         round_seconds: How long the last one took.
         model_rounds: Rounds of single models so far: a round with 32 lanes is 32 of them.

@@ -66,7 +66,12 @@ METRICS = {
         Metric("hfta_tune_model_rounds_total", Kind.COUNTER, "Rounds of single models.", _ARRAY),
         Metric("hfta_tune_model_steps_total", Kind.COUNTER, "Training steps of single models.", _ARRAY),
         Metric("hfta_tune_training_samples_total", Kind.COUNTER, "Samples that models were trained on.", _ARRAY),
-        Metric("hfta_tune_compile_seconds_total", Kind.COUNTER, "Time for compilations of training steps.", _ARRAY),
+        Metric(
+            "hfta_tune_compile_seconds_total",
+            Kind.COUNTER,
+            "Time for recordings and compilations of training steps.",
+            _ARRAY,
+        ),
         Metric("hfta_tune_refills_total", Kind.COUNTER, "Trials that took a lane that another one had had.", _WORKER),
         Metric(
             "hfta_tune_trials_ended_total",
