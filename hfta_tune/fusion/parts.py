@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["Part", "hand_out", "part_of", "shared", "stacked"]
+__all__ = ["Handed", "Part", "hand_out", "part_of", "shared", "stacked"]
 
 
 # Of a tensor's storage. data_ptr() is for writing: it would end what tensors share until they are written to.
@@ -20,13 +21,17 @@ _address: Callable[[Tensor], int] = getattr(torch._C, "_data_address", Tensor.da
 _requires_grad = attrgetter("requires_grad")
 
 
-class Part(NamedTuple):
-    """That a tensor is row `row` of `whole`, [lanes, ...], whose rows are those of `lanes`."""
+@dataclass(eq=False, slots=True)
+class Handed:
+    """What was handed out: the rows of `whole`, [lanes, ...], to `lanes`."""
 
     whole: Tensor
-    row: int
     lanes: tuple[Any, ...]
     version: int
+
+
+Part: TypeAlias = tuple[Handed, int]
+"""That a tensor is a row of what was handed out, and which."""
 
 
 def hand_out(whole: Tensor, lanes: tuple[Any, ...], check: Callable[[Tensor], None]) -> tuple[Tensor, ...]:
@@ -40,18 +45,18 @@ def hand_out(whole: Tensor, lanes: tuple[Any, ...], check: Callable[[Tensor], No
     if whole.requires_grad:
         whole.register_hook(check)
     rows = whole.unbind()
-    version = rows[0]._version
+    handed = Handed(whole, lanes, rows[0]._version)
     for number, row in enumerate(rows):
-        row._hfta_tune_part = Part(whole, number, lanes, version)  # type: ignore[attr-defined]
+        row._hfta_tune_part = handed, number  # type: ignore[attr-defined]
     return rows
 
 
 def part_of(tensor: Tensor) -> Part | None:
     """What a tensor is a part of, if it was handed out and nothing has been done to it since."""
     part: Part | None = getattr(tensor, "_hfta_tune_part", None)
-    if part is None or part.version != tensor._version or tensor._backward_hooks is not None or tensor.retains_grad:
+    if part is None or part[0].version != tensor._version:
         return None
-    return part
+    return part if tensor._backward_hooks is None and not tensor.retains_grad else None
 
 
 def shared(tensors: Sequence[Tensor]) -> bool:
@@ -77,8 +82,8 @@ def shared(tensors: Sequence[Tensor]) -> bool:
 def stacked(tensors: Sequence[Tensor], lanes: tuple[Any, ...]) -> Tensor:
     """Return [lanes, ...]: what the tensors were handed out from, where they are its parts in order."""
     part = part_of(tensors[0])
-    if part is not None and part.lanes is lanes and len(tensors) == len(lanes):
-        parts = map(part_of, tensors)
-        if all(p is not None and p.whole is part.whole and p.row == row for row, p in enumerate(parts)):
-            return part.whole
+    if part is not None and part[0].lanes is lanes and len(tensors) == len(lanes):
+        handed = part[0]
+        if list(map(part_of, tensors)) == list(zip(repeat(handed), range(len(lanes)))):
+            return handed.whole
     return torch.stack(list(tensors))

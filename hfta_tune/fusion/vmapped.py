@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
+from torch._C import _functorch
+from torch._functorch.vmap import lazy_load_decompositions
 
 from hfta_tune.fusion.kernels import LaneKernels
 from hfta_tune.fusion.lane import Lane
@@ -65,14 +66,36 @@ def call_for_all(
         return result, {name: tensors[name] for name, buffer in held.items() if tensors[name] is not buffer}
 
     with _quiet_and_batchable(), options.autocast(stacked[0].device), LaneKernels():
-        result: tuple[Any, dict[str, Tensor]] = vmap(one_lane, randomness="different")(*stacked)
+        result: tuple[Any, dict[str, Tensor]] = _over_lanes(one_lane, stacked)
     return result
 
 
 def function_for_all(function: Callable[..., Any], stacked: Sequence[Tensor], options: Options) -> Any:
     """Call a function of tensors once for all lanes; every tensor is [lanes, ...], and so is what it returns."""
     with _quiet_and_batchable(), options.autocast(stacked[0].device), LaneKernels():
-        return vmap(function, randomness="different")(*stacked)
+        return _over_lanes(function, stacked)
+
+
+def _over_lanes(function: Callable[..., Any], stacked: Sequence[Tensor]) -> Any:
+    """What torch.vmap(function, randomness="different")(*stacked) returns, a tenth of a millisecond sooner.
+
+    The function returns tensors, in dicts and tuples.
+    """
+    lazy_load_decompositions()
+    lanes = len(stacked[0])
+    level = _functorch._vmap_increment_nesting(lanes, "different")
+
+    def unwrapped(result: Any) -> Any:
+        if isinstance(result, Tensor):
+            return _functorch._remove_batch_dim(result, level, lanes, 0)
+        if isinstance(result, dict):
+            return {name: unwrapped(part) for name, part in result.items()}
+        return tuple(map(unwrapped, result))
+
+    try:
+        return unwrapped(function(*[_functorch._add_batch_dim(tensor, 0, level) for tensor in stacked]))
+    finally:
+        _functorch._vmap_decrement_nesting()
 
 
 @contextlib.contextmanager

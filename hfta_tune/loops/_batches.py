@@ -105,7 +105,8 @@ class Epoch:
         if type(batch) is _SharedBatch:
             batch = batch.take()
         self._places[lane] += 1
-        self._drop()
+        if place == self._first:
+            self._drop()
         return batch
 
     def _read(self) -> None:

@@ -469,9 +469,9 @@ def _roots(losses: Sequence[tuple[Tensor, float]]) -> tuple[list[Tensor], list[T
     weights: list[Tensor] = []
     wholes: dict[int, tuple[Tensor, dict[int, float]]] = {}
     for loss, scale in losses:
-        part = part_of(loss)
-        if part is not None and part.whole.dim() == 1 and part.row not in wholes.get(id(part.whole), (None, ()))[1]:
-            wholes.setdefault(id(part.whole), (part.whole, {}))[1][part.row] = scale
+        handed, row = part_of(loss) or (None, 0)
+        if handed is not None and handed.whole.dim() == 1 and row not in wholes.get(id(handed), (None, ()))[1]:
+            wholes.setdefault(id(handed), (handed.whole, {}))[1][row] = scale
         else:
             roots.append(loss)
             weights.append(torch.full_like(loss, scale))
