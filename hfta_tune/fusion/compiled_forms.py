@@ -66,6 +66,11 @@ def _embedding_dense_backward(
     return chosen.to(grad_output.dtype) @ grad_output.reshape(-1, grad_output.shape[-1])
 
 
+def _foreach_lerp_(self: list[Tensor], tensors1: list[Tensor], weights: list[Tensor]) -> None:
+    """Of sums and products, which inductor fuses with the rest of an optimizer's step."""
+    torch._foreach_addcmul_(self, torch._foreach_sub(tensors1, self), weights)
+
+
 _LIBRARY = torch.library.Library("hfta_tune", "DEF")
 
 
@@ -86,6 +91,7 @@ def _as_it_is(operation: Any) -> Any:
 FORMS: dict[Any, Callable[..., Any]] = {
     # Lanes are a part of their weights' sizes, which inductor takes for constant.
     **{operation: _as_it_is(operation) for operation in (aten.convolution.default, aten.convolution_backward.default)},
+    aten._foreach_lerp_.List: _foreach_lerp_,
     aten.rand_like.default: _rand_like,
     aten.bernoulli_.float: _bernoulli_,
     aten.embedding_dense_backward.default: _embedding_dense_backward,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -33,9 +34,10 @@ class PreparedLoader:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
+        self._keyed: tuple[tuple[Any, ...], Hashable] = (), ()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_loader":
+        if name.startswith("__") or name in ("_loader", "_keyed"):
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -71,8 +73,16 @@ class PreparedLoader:
             if first_incomparable(key) is None:
                 return key
         if isinstance(loader, (list, tuple)):
-            return tuple(_key_of_batch(batch) for batch in loader)
+            return self._key_of_batches(loader)
         return id(loader)
+
+    def _key_of_batches(self, batches: Sequence[Any]) -> Hashable:
+        known, key = self._keyed
+        if len(known) != len(batches) or not all(map(is_, batches, known)):
+            key = tuple(map(_key_of_batch, batches))
+            # Lists may come to hold other tensors.
+            self._keyed = tuple(batches) if all(map(_is_fixed, batches)) else (), key
+        return key
 
 
 def _key_of_data(data: Dataset[Any]) -> Hashable:
@@ -98,6 +108,11 @@ def _key_of_tensor(tensor: Tensor) -> Hashable:
 def _key_of_batch(batch: Any) -> Hashable:
     leaves, structure = pytree.tree_flatten(batch)
     return (repr(structure), *(id(leaf) for leaf in leaves))
+
+
+def _is_fixed(batch: Any) -> bool:
+    """Whether a batch always has the same tensors."""
+    return isinstance(batch, Tensor) or (type(batch) is tuple and all(isinstance(part, Tensor) for part in batch))
 
 
 def _key_of_sampler(sampler: Any) -> Hashable:

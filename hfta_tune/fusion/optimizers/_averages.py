@@ -23,8 +23,8 @@ def power(logarithm: Tensor, exponent: Tensor) -> Tensor:
 
 
 def average(averages: list[Tensor], values: list[Tensor], weights: list[Tensor]) -> None:
-    """Move averages towards values, in place, by a weight. Not lerp, which inductor does not fuse with the rest."""
-    torch._foreach_addcmul_(averages, torch._foreach_sub(values, averages), weights)
+    """Move averages towards values, in place, by a weight."""
+    torch._foreach_lerp_(averages, values, weights)
 
 
 def average_squares(averages: list[Tensor], values: list[Tensor], kept: list[Tensor], taken: list[Tensor]) -> None:
